@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tinsmith.rl.rewards import make_reward
     from tinsmith.rl.rewards.base import Reward, Score
     from tinsmith.rl.run import Run
-    from tinsmith.rl.types import Group, Message, Rollout, Task, Trajectory, Turn
+    from tinsmith.rl.types import Group, Image, Message, Rollout, Task, Trajectory, Turn
     from tinsmith.rl.workflows.base import WorkflowOptions
     from tinsmith.rl.workflows.conversation import Conversation, Terminated, WorkflowPolicy
     from tinsmith.rl.workflows.multi_turn import Answer, Environment
@@ -31,6 +31,7 @@ __all__ = [
     "Environment",
     "EnvironmentOptions",
     "Group",
+    "Image",
     "Message",
     "Reward",
     "Rollout",
@@ -62,6 +63,7 @@ _MODULES = {
     "Environment": "tinsmith.rl.workflows.multi_turn",
     "EnvironmentOptions": "tinsmith.rl.environments.base",
     "Group": "tinsmith.rl.types",
+    "Image": "tinsmith.rl.types",
     "Message": "tinsmith.rl.types",
     "Reward": "tinsmith.rl.rewards.base",
     "Rollout": "tinsmith.rl.types",

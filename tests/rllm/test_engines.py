@@ -13,10 +13,11 @@ import tinker
 
 import tinsmith
 from tests.rllm.flows import engine
-from tinsmith.errors import TinsmithError, UserError
+from tinsmith.errors import TinsmithError, Unsupported, UserError
 from tinsmith.rl.policy.scripted import END
+from tinsmith.rl.types import Image, PlacedImage, Turn
 from tinsmith.rllm import OpenAIEngine, Step, TerminationEvent, TerminationReason, TinkerEngine
-from tinsmith.rllm.engines.base import split_reasoning
+from tinsmith.rllm.engines.base import model_output, split_reasoning
 
 USER = {"role": "user", "content": "2 + 3?"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
@@ -34,6 +35,14 @@ def test_output_has_the_tokens_of_the_reply():
     assert output.logprobs == [0.0] * 5
     assert (output.finish_reason, output.weight_version, output.model) == ("stop", 3, "")
     assert (output.prompt_length, output.completion_length) == (6, 5)
+
+
+def test_steps_take_no_images():
+    """A Step would be trained on without the images of its prompt."""
+    placed = PlacedImage(image=Image(format="png", data=""), start=0, length=1)
+    turn = Turn(prompt=(1,), tokens=(2,), logprobs=(0.0,), text="", stop="stop", images=(placed,))
+    with pytest.raises(Unsupported, match="Steps of rLLM"):
+        model_output(turn, {"content": ""})
 
 
 def test_continued_conversation_extends_the_tokens():

@@ -15,7 +15,8 @@ from rich.markup import escape
 
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.policy.base import ChatCodec, request_seed
+from tinsmith.rl.policy.base import request_seed
+from tinsmith.rl.policy.chat import ChatCodec
 from tinsmith.rl.policy.request_limit import RequestLimit
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner

@@ -9,7 +9,9 @@ Dimensions: G rollouts of a group, N prompt tokens of a turn, L sampled tokens o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -18,6 +20,67 @@ POLICY = "policy"
 
 Termination = Literal["done", "max_prompt", "max_response", "max_turns", "timeout", "error"]
 """Why a rollout ended: the workflow was `done`, or it reached a limit, or it failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """An image file, PNG or JPEG.
+
+    Example: Image.of(Path("chart.png").read_bytes())
+    """
+
+    format: Literal["png", "jpeg"]
+    """Format of the file."""
+    data: str = field(repr=False)
+    """The file in base64."""
+
+    @classmethod
+    def of(cls, file: bytes) -> Image:
+        """The image of a file. Raises ValueError for other formats."""
+        for name, start in (("png", b"\x89PNG\r\n\x1a\n"), ("jpeg", b"\xff\xd8\xff")):
+            if file.startswith(start):
+                return cls(format=name, data=base64.b64encode(file).decode("ascii"))  # type: ignore[arg-type]
+        raise ValueError("it is neither a PNG nor a JPEG file")
+
+    @property
+    def file(self) -> bytes:
+        """The file."""
+        return base64.b64decode(self.data)
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal SHA-256 of the data; equal for equal files."""
+        return hashlib.sha256(self.data.encode("ascii")).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedImage:
+    """An image among the tokens of a prompt, whose placeholders are at positions `start` to `start + length`."""
+
+    image: Image
+    """The image."""
+    start: int
+    """Position of its first token."""
+    length: int
+    """Number of tokens that the model sees of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedPrompt:
+    """Token ids and the images among them."""
+
+    tokens: tuple[int, ...]
+    """[N] token ids, with the model's placeholder at the positions of images."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images in order of their positions."""
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
+
+
+Tokens = Sequence[int] | EncodedPrompt
+"""Token ids, with or without images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +96,8 @@ class Message:
     """Text of the message."""
     more: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Further fields for the chat template, such as tool_calls and name."""
+    images: tuple[tuple[int, Image], ...] = ()
+    """Images in order, each with its position in `content`: the number of characters before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +167,14 @@ class Turn:
     routed_experts: str = ""
     """Record of the experts of `prompt` and `tokens[:-1]` in a mixture (`routed_experts.to_text`), where
     model.router_replay is on."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images among `prompt`, in order of their positions."""
+
+    @property
+    def sequence(self) -> Tokens:
+        """Prompt and reply."""
+        tokens = (*self.prompt, *self.tokens)
+        return EncodedPrompt(tokens=tokens, images=self.images) if self.images else tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -166,6 +166,7 @@ _TASKSET: dict[str, tuple[Any, Pairs]] = {
     "format.system_prompt": ("Be brief.", ()),
     "format.system_prompt_key": ("system", ()),
     "format.reply_prefix": ("<think>", ()),
+    "format.image_key": ("images", ()),
     "format.enable_thinking": (True, ()),
     "format.chat_template": ("{{ messages }}", ()),
     "rollout_args.temperature": (0.5, ()),

@@ -33,9 +33,7 @@ def _own_experts(parts: Any) -> np.ndarray:
     return torch.stack(seen, 1).numpy().astype(np.uint8)
 
 
-def test_records_of_images_equal_transformers(
-    vision_engine: Callable[..., Any], wait: Wait
-) -> None:
+def test_records_of_images_equal_transformers(vision_engine: Callable[..., Any], wait: Wait) -> None:
     """Once computed and once from the prefix cache. Fails if an image's tokens are recorded at other positions."""
     for _ in range(2):
         requests = [request_of(parts, routed_experts=True, max_tokens=5) for parts in PROMPTS]

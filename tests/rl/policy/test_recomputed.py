@@ -14,8 +14,8 @@ from tests.rl.algorithms.test_loss_dispatch import OURS, grads
 from tests.rl.scripted_run import settings
 from tinsmith.rl.algorithms import Algorithm, AlgorithmConfig
 from tinsmith.rl.policy.base import SamplingConfig
-from tinsmith.rl.policy.recomputed import RecomputingSnapshot
 from tinsmith.rl.policy.scripted import ScriptedSnapshot
+from tinsmith.rl.policy.wrapper import RecomputingSnapshot
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 
 LOGITS = np.array([0.4, -0.3, 1.1])

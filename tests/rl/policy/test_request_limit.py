@@ -11,9 +11,9 @@ import pytest
 from tests.rl.scripted_run import REPLIES, rows, run, settings
 from tinsmith.rl.policy import request_limit
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot
-from tinsmith.rl.policy.recomputed import RecomputingSnapshot
 from tinsmith.rl.policy.request_limit import RequestLimit
 from tinsmith.rl.policy.scripted import ScriptedPolicy, ScriptedSnapshot
+from tinsmith.rl.policy.wrapper import RecomputingSnapshot
 from tinsmith.rl.rollouts.runner import RolloutConfig, RolloutRunner
 from tinsmith.rl.rollouts.weight_sync import LiveSnapshot, PublishedWeights
 from tinsmith.rl.types import Rollout, Task, Turn

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from tinsmith.rl.algorithms import Algorithm, AlgorithmConfig
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.base import ModelConfig, SamplingConfig, UpdateResult
-from tinsmith.rl.policy.recomputed import RecomputingSnapshot
 from tinsmith.rl.policy.tinker import TinkerPolicy
+from tinsmith.rl.policy.wrapper import RecomputingSnapshot
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded

@@ -164,12 +164,14 @@ def _extra_fields(workflow: str | None) -> list[str]:
     system_prompt="tasks.*.system",
     system_prompt_key="tasks.*.system_key",
     reply_prefix="tasks.*.reply_prefix",
+    image_key="tasks.*.images",
 )
 def _fields(form: TaskFormat) -> dict[str, Any]:
     optional = {
         "system": form.system_prompt,
         "system_key": form.system_prompt_key,
         "reply_prefix": form.reply_prefix,
+        "images": form.image_key,
     }
     keys = {"prompt": f"{{{form.prompt_key}}}", "answer": f"{{{form.response_key}}}"}
     return {**keys, **{name: value for name, value in optional.items() if value}}

@@ -260,6 +260,7 @@ _THINK: Mapping[str, Argument] = {
 
 WORKFLOWS: Mapping[str, WorkflowName] = {
     "simple_workflow": WorkflowName(PLAIN),
+    "simple_mm_workflow": WorkflowName(PLAIN),
     "math_workflow": WorkflowName(_MATH, "math_reward"),
     "math_boxed_workflow": WorkflowName(Component("single_turn", _THINK, {"system": BOXED}), "math_boxed_reward"),
     "math_eval_workflow": WorkflowName(Component("single_turn", settings={"system": BOXED}), "math_boxed_reward"),
@@ -296,7 +297,7 @@ _UNSUPPORTED_WORKFLOWS = (
         ("rubric_judge_openai",),
         "Use rubric_judge_workflow, and set external_model_config.enable in the first of explorer.auxiliary_models.",
     ),
-    _UnsupportedWorkflows(("_mm_",), "Image models are not supported."),
+    _UnsupportedWorkflows(("_mm_",), "Use simple_mm_workflow, with format.image_key."),
 )
 
 

@@ -25,7 +25,7 @@ class TaskFormat(Section):
     system_prompt: str | None = None
     messages_key: Annotated[str, DEMONSTRATIONS_ONLY] = "message"
     tools_key: Annotated[str, Ignored("workflows that use tools read them from the row.")] = "tools"
-    image_key: Annotated[str | None, Refused("image models are not supported.", "Leave it out.")] = None
+    image_key: str | None = None
     video_key: Annotated[str | None, Refused("video models are not supported.", "Leave it out.")] = None
     reply_prefix: str | None = None
     workflow_key: Annotated[str, Refused("a run has one workflow.", "Set default_workflow_type.")] = ""
@@ -41,6 +41,7 @@ class DemonstrationFormat(TaskFormat):
     """`format` of a buffer of demonstrations."""
 
     reply_prefix: Annotated[str | None, Ignored("a demonstration holds the whole reply.")] = None
+    image_key: Annotated[str | None, Refused("demonstrations take no images.", "Leave it out.")] = None
 
 
 class RolloutArguments(Section):

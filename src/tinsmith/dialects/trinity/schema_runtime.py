@@ -235,7 +235,7 @@ class InferenceModel(Section):
         bool | None, Ignored("a prompt longer than max_prompt_tokens makes the rollout fail.")
     ] = None
     repetition_penalty: Annotated[float | None, Refused("the Tinker API does not offer it.", "Leave it out.")] = None
-    enable_multimodal: Annotated[bool, Refused("image models are not supported.", "Leave it out.")] = False
+    enable_multimodal: Annotated[bool, Ignored("a model that takes images takes them in every run.")] = False
     enable_history: Annotated[bool, Ignored("the run folder records every turn.")] = False
     enable_openai_api: Annotated[bool, Ignored("workflows that use the OpenAI API always get an endpoint.")] = False
     base_port: Annotated[int | None, Ignored("workflows that use the OpenAI API get its address.")] = None

@@ -17,7 +17,7 @@ from tinsmith.rl.data.ordering import Difficulty, OrderConfig, RowOrder, Shuffle
 from tinsmith.rl.data.row_sources import LearnFrom
 from tinsmith.rl.data.sources import Sources, as_tuple, reject_fields
 from tinsmith.rl.data.tasks import HeldOutTasks, question_key, question_keys
-from tinsmith.rl.policy.base import ChatCodec
+from tinsmith.rl.policy.chat import ChatCodec
 from tinsmith.rl.policy.training_rows import Kind, TrainingRow
 from tinsmith.rl.types import Demonstration, Message
 from tinsmith.settings import Settings
@@ -52,7 +52,7 @@ class DemonstrationsConfig(Settings):
 
     @model_validator(mode="after")
     def _check_fields_of_sources(self) -> DemonstrationsConfig:
-        reject_fields(as_tuple(self.data), ("reply_prefix", "extra"), "tasks")
+        reject_fields(as_tuple(self.data), ("reply_prefix", "extra", "images"), "tasks")
         if self.learn == "text":
             chat = ("system", "system_key", "reply", "chosen", "rejected", "tools_key")
             reject_fields(as_tuple(self.data), chat, "chats")

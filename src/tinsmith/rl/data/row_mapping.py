@@ -14,7 +14,8 @@ from typing import Any, TypeVar, overload
 from typing_extensions import override
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.types import Demonstration, Message, Task
+from tinsmith.rl.data.images import place_images, read_images, read_parts
+from tinsmith.rl.types import Demonstration, Image, Message, Task
 from tinsmith.settings import Settings
 
 T = TypeVar("T")
@@ -111,7 +112,10 @@ class RowMapping(Settings):
     reply_prefix: str = ""
     """Of tasks: the start of every reply, which the policy continues."""
     extra: tuple[str, ...] = ()
-    """Of tasks: fields of the row for workflows and rewards, as `task.extra`; '*' is all fields."""
+    """Of tasks: fields of the row for workflows and rewards, as `task.extra`; '*' is all fields, without images."""
+    images: str = ""
+    """Of tasks: field with an image of the prompt, or a list of images: paths, bytes, data URLs, or the image column of
+    a dataset. They come where the text says `<image>`, or before it if it never does."""
     reply: str = ""
     """Of demonstrations: template of the reply, with fields of the row in braces; empty: the last message of the chat
     if it is the assistant's, otherwise `answer`."""
@@ -156,9 +160,13 @@ class RowMapping(Settings):
         return Demonstration(id=demonstration_id, messages=(message,))
 
     def _prompt_messages(self, row_id: str, row: Mapping[str, Any]) -> tuple[Message, ...]:
-        messages = _chat(self.prompt, row, row_id)
+        if self.images and self.images not in row:
+            raise ConfigError(f"{row_id} has no field {self.images!r}.", f"Its fields are: {', '.join(row)}.")
+        images = read_images(row[self.images], row_id) if self.images else []
+        messages = _chat(self.prompt, row, row_id, images)
         if messages is None:
             messages = (Message(role="user", content=fill_template(self.prompt, row, row_id)),)
+        messages = place_images(messages, images, row_id)
         if self.system_key and self.system_key not in row:
             raise ConfigError(f"{row_id} has no field {self.system_key!r}.", f"Its fields are: {', '.join(row)}.")
         system = str(row[self.system_key] or "") if self.system_key else ""
@@ -168,7 +176,9 @@ class RowMapping(Settings):
     def _extra(self, row_id: str, row: Mapping[str, Any]) -> dict[str, Any]:
         if missing := [name for name in self.extra if name not in row and name != "*"]:
             raise ConfigError(f"{row_id} has no field {missing[0]!r}.", f"Its fields are: {', '.join(row)}.")
-        return dict(row) if "*" in self.extra else {name: row[name] for name in self.extra}
+        if "*" in self.extra:
+            return {name: value for name, value in row.items() if not self.images or name != self.images}
+        return {name: row[name] for name in self.extra}
 
     def _tools(self, row_id: str, row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
         if not self.tools_key:
@@ -203,8 +213,13 @@ def _single_field(template: str, row: Mapping[str, Any]) -> Any:
         return None
 
 
-def _chat(template: str, row: Mapping[str, Any], place: str) -> tuple[Message, ...] | None:
-    """The chat in the only field of `template`, as a list or as JSON text; None if there is no chat."""
+def _chat(
+    template: str, row: Mapping[str, Any], place: str, images: Sequence[Image] = ()
+) -> tuple[Message, ...] | None:
+    """The chat in the only field of `template`, as a list or as JSON text; None if there is no chat.
+
+    Parts of type image that hold none are `images`, in order.
+    """
     chat = _single_field(template, row)
     if isinstance(chat, str) and chat.startswith("[{"):
         try:
@@ -214,7 +229,8 @@ def _chat(template: str, row: Mapping[str, Any], place: str) -> tuple[Message, .
     if not isinstance(chat, list):
         return None
     try:
-        messages = tuple(_message(entry) for entry in chat)
+        waiting = iter(images)
+        messages = tuple(_message(entry, waiting, place) for entry in chat)
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{place}: '{template}' is not a chat.", "Write each message as {role, content}.") from error
     if not messages:
@@ -224,6 +240,8 @@ def _chat(template: str, row: Mapping[str, Any], place: str) -> tuple[Message, .
     return messages
 
 
-def _message(entry: Mapping[str, Any]) -> Message:
+def _message(entry: Mapping[str, Any], images: Iterator[Image], place: str) -> Message:
     more = {name: value for name, value in entry.items() if name not in ("role", "content") and value is not None}
-    return Message(role=str(entry["role"]), content=str(entry["content"] or ""), more=more)
+    content = entry["content"] or ""
+    text, placed = read_parts(content, images, place) if isinstance(content, list) else (str(content), ())
+    return Message(role=str(entry["role"]), content=text, more=more, images=placed)

@@ -30,10 +30,15 @@ QuestionKey = tuple[tuple[str, str], ...]
 
 def question_key(messages: Sequence[Message]) -> QuestionKey:
     """Key of the question of a chat: its messages without system messages and trailing assistant messages."""
-    key = [(message.role, message.content.strip()) for message in messages if message.role != "system"]
+    key = [(message.role, _question(message)) for message in messages if message.role != "system"]
     while key and key[-1][0] == "assistant":
         key.pop()
     return tuple(key)
+
+
+def _question(message: Message) -> str:
+    """The text of a message, with its images."""
+    return message.content.strip() + "".join(f"\n{at}: {image.digest}" for at, image in message.images)
 
 
 def question_keys(held_out: HeldOutTasks) -> frozenset[QuestionKey]:

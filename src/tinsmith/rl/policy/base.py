@@ -16,9 +16,9 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from tinsmith.chat.request import PromptTooLong
 from tinsmith.rl.ending.duration import seconds_of
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.chat import Messages
+from tinsmith.rl.policy.chat import ChatCodec, Messages
 from tinsmith.rl.policy.training_rows import TrainingRow
-from tinsmith.rl.types import Message, Turn
+from tinsmith.rl.types import Tokens, Turn
 from tinsmith.settings import Settings
 
 
@@ -171,42 +171,7 @@ class AuxiliaryAdapter(Protocol):
         ...
 
 
-class ChatCodec(Protocol):
-    """Encodes chats as tokens; `chat.Chat` implements it with a tokenizer and its chat template."""
-
-    @property
-    def template(self) -> str:
-        """The chat template; empty if there is none."""
-        ...
-
-    def with_template_values(self, values: Mapping[str, Any]) -> ChatCodec:
-        """Return a codec whose chat template also gets these variables."""
-        ...
-
-    def prompt(self, conversation: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Encode a conversation, with the beginning of the next reply."""
-        ...
-
-    def encode_with_loss_mask(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, every: bool = False
-    ) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a chat and their loss mask: its last assistant message, or all of them with `every`."""
-        ...
-
-    def encode_text(self, text: str) -> list[int]:
-        """Encode text without special tokens."""
-        ...
-
-    def text(self, tokens: Sequence[int], stop: Sequence[str | int] | None, keep: Sequence[str] = ()) -> str:
-        """Decode a reply, without its stop string and without special tokens except those in `keep`."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Decode tokens, special tokens included."""
-        ...
-
-
-Prompt = Messages | Sequence[int]
+Prompt = Messages | Tokens
 
 
 class Snapshot(Protocol):
@@ -233,7 +198,7 @@ class Snapshot(Protocol):
         """Open another model of this server: a base model by name, or a tinker:// path."""
         ...
 
-    async def logprobs(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
+    async def logprobs(self, tokens: Tokens, last: int | None = None) -> np.ndarray:
         """Return logprobs of tokens 1 to N at temperature 1, float32 [N], for N + 1 tokens.
 
         With `last`, return only those of the last tokens, float32 [last]; the server may have cached the others.

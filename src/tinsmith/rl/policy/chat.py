@@ -10,12 +10,15 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from typing_extensions import override
 
 from tinsmith.chat.templates import NAMES, chat_template
 from tinsmith.chat.tokenizer import render_template, special_token_ids
-from tinsmith.errors import ConfigError, UserError
-from tinsmith.rl.types import Message, Turn
+from tinsmith.errors import ConfigError, Unsupported, UserError
+from tinsmith.rl.policy.images import ImageEncoder
+from tinsmith.rl.types import EncodedPrompt, Image, Message, Turn
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Template tag around the assistant's tokens."""
@@ -27,14 +30,68 @@ Messages = Sequence[Message | Turn]
 """A chat so far; a Turn is an assistant message with its sampled tokens."""
 
 
-class Chat:
+class ChatCodec(Protocol):
+    """Encodes chats as tokens; `chat.Chat` implements it with a tokenizer and its chat template."""
+
+    @property
+    def template(self) -> str:
+        """The chat template; empty if there is none."""
+        ...
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether messages may hold images."""
+        return False
+
+    def with_template_values(self, values: Mapping[str, Any]) -> ChatCodec:
+        """Return a codec whose chat template also gets these variables."""
+        ...
+
+    def encode(self, conversation: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> EncodedPrompt:
+        """Encode a conversation, with the beginning of the next reply."""
+        ...
+
+    def prompt(self, conversation: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Token ids of `encode`, for callers that cannot pass images on. Raises Unsupported if there are any."""
+        return text_tokens(self.encode(conversation, tools))
+
+    def encode_with_loss_mask(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, every: bool = False
+    ) -> tuple[list[int], list[bool]]:
+        """Return the tokens of a chat and their loss mask: its last assistant message, or all of them with `every`."""
+        ...
+
+    def encode_text(self, text: str) -> list[int]:
+        """Encode text without special tokens."""
+        ...
+
+    def text(self, tokens: Sequence[int], stop: Sequence[str | int] | None, keep: Sequence[str] = ()) -> str:
+        """Decode a reply, without its stop string and without special tokens except those in `keep`."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Decode tokens, special tokens included."""
+        ...
+
+
+class Chat(ChatCodec):
     """One model's tokenizer and chat template."""
 
-    def __init__(self, tokenizer: Any, template: str = "", values: Mapping[str, Any] | None = None) -> None:
-        """`tokenizer` is a transformers tokenizer; `template` replaces its own; `values` are template variables."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str = "",
+        values: Mapping[str, Any] | None = None,
+        images: ImageEncoder | None = None,
+    ) -> None:
+        """`tokenizer` is a transformers tokenizer; `template` replaces its own; `values` are template variables.
+
+        `images` gives images their tokens; None for a model that takes none.
+        """
         self._tokenizer = tokenizer
         self._template = template or tokenizer.chat_template
         self._values = dict(values or {})
+        self._images = images
 
     @property
     def vocabulary(self) -> int:
@@ -42,36 +99,46 @@ class Chat:
         return len(self._tokenizer)
 
     @property
+    @override
     def template(self) -> str:
         """The chat template; empty if there is none. Of several templates, the one for tools."""
         if isinstance(self._template, Mapping):
             return str(self._template.get("tool_use") or self._template.get("default") or "")
         return str(self._template or "")
 
+    @property
+    @override
+    def takes_images(self) -> bool:
+        return self._images is not None
+
+    @override
     def with_template_values(self, values: Mapping[str, Any]) -> Chat:
-        """A copy with further template variables."""
-        return Chat(self._tokenizer, self._template, {**self._values, **values})
+        return Chat(self._tokenizer, self._template, {**self._values, **values}, self._images)
 
-    def prompt(self, conversation: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Token ids of the conversation and the start of a reply; a final assistant message begins the reply.
+    @override
+    def encode(self, conversation: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> EncodedPrompt:
+        """The conversation and the start of a reply; a final assistant message begins the reply.
 
-        Without a template, messages are joined as plain text. Raises UserError if the template rejects the messages.
+        Without a template, messages are joined as plain text. Raises UserError if the template rejects the messages,
+        Unsupported for images that the model does not take.
         """
         last = max((at for at, part in enumerate(conversation) if isinstance(part, Turn)), default=-1)
         if last < 0:
             return self._encode(conversation, tools)
         turn, after = conversation[last], conversation[last + 1 :]
         assert isinstance(turn, Turn)
-        tokens = [*turn.prompt, *turn.tokens]
+        tokens = (*turn.prompt, *turn.tokens)
         if not after:
-            return tokens
+            return EncodedPrompt(tokens=tokens, images=turn.images)
         parts = [*conversation[:last], Message(role="assistant", content=_PLACEHOLDER), *after]
         _, placeholder, tail = self._render(parts, tools).rpartition(_PLACEHOLDER)
         if not placeholder:  # the template omits this reply, as some do with earlier ones
             return self._encode(conversation, tools)
         ids = self.encode_text(tail)
-        return tokens + ids[turn.tokens[-1:] == tuple(ids[:1]) :]
+        added = self._with_images(ids[turn.tokens[-1:] == tuple(ids[:1]) :], after, start=len(tokens))
+        return EncodedPrompt(tokens=tokens + added.tokens, images=turn.images + added.images)
 
+    @override
     def encode_with_loss_mask(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, every: bool = False
     ) -> tuple[list[int], list[bool]]:
@@ -80,6 +147,8 @@ class Chat:
         The template's {% generation %} tags define the mask; without them it covers what the template writes after the
         start of a reply, up to the end-of-sequence token. Raises UserError if the last message is not the assistant's.
         """
+        if any(message.images for message in messages):
+            raise Unsupported("Chats to train on take no images.", "Train on tasks with images, or remove the images.")
         if not messages or messages[-1].role != "assistant":
             raise UserError(
                 "A chat to train on must end with the assistant.", "Add an assistant message, or remove the row."
@@ -127,10 +196,12 @@ class Chat:
             mask = [at > first and flag for at, flag in enumerate(mask)]
         return list(encoded["input_ids"]), mask
 
+    @override
     def encode_text(self, text: str) -> list[int]:
         """Token ids of plain text, without special tokens."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
+    @override
     def text(self, tokens: Sequence[int], stop: Sequence[str | int] | None, keep: Sequence[str] = ()) -> str:
         """Text of a reply up to a stop string, without special tokens other than those in `keep`."""
         hidden = self._special_ids - {self._tokenizer.convert_tokens_to_ids(token) for token in keep}
@@ -141,18 +212,34 @@ class Chat:
                 return text[: text.index(stop_string)]
         return text
 
+    @override
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, special tokens included."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+        """Text of tokens, special tokens included; an image is one placeholder."""
+        shown = list(tokens) if self._images is None else self._images.shortened(tokens)
+        return str(self._tokenizer.decode(shown, skip_special_tokens=False))
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
         return special_token_ids(self._tokenizer)
 
-    def _encode(self, conversation: Messages, tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        if not self.template:
-            return list(self._tokenizer.encode(self._render(conversation, tools)))
-        return self.encode_text(self._render(conversation, tools))
+    def _encode(self, conversation: Messages, tools: Sequence[Mapping[str, Any]]) -> EncodedPrompt:
+        text = self._render(conversation, tools)
+        return self._with_images(
+            self.encode_text(text) if self.template else self._tokenizer.encode(text), conversation
+        )
+
+    def _with_images(self, ids: Sequence[int], parts: Messages, start: int = 0) -> EncodedPrompt:
+        """Rendered tokens, the first at position `start`, with the images of the messages in place."""
+        images = [image for part in parts if isinstance(part, Message) for _, image in part.images]
+        if self._images is not None and self.template:
+            return self._images.place(ids, images, start)
+        if images:
+            raise Unsupported(
+                f"The tokenizer {self._tokenizer.name_or_path} has no image processor or no chat template that takes "
+                "images.",
+                "Use a vision-language model, or set model.tokenizer to one with its preprocessor_config.json.",
+            )
+        return EncodedPrompt(tokens=tuple(ids))
 
     def _render(self, conversation: Messages, tools: Sequence[Mapping[str, Any]], *, begin_reply: bool = True) -> str:
         """The chat as text; `begin_reply` ends it where a reply begins."""
@@ -188,7 +275,19 @@ def read_template(text: str) -> str:
 def _message_json(part: Message | Turn) -> dict[str, Any]:
     if isinstance(part, Turn):
         return {"role": "assistant", "content": part.text}
-    return {"role": part.role, "content": part.content, **part.more}
+    return {"role": part.role, "content": _content(part.content, part.images), **part.more}
+
+
+def _content(text: str, images: Sequence[tuple[int, Image]]) -> str | list[dict[str, str]]:
+    """The text or, with images, the parts that templates of vision-language models read."""
+    if not images:
+        return text
+    parts, end = list[dict[str, str]](), 0
+    for at, _ in images:
+        parts += [{"type": "text", "text": text[end:at]}] if at > end else []
+        parts.append({"type": "image"})
+        end = max(end, at)
+    return [*parts, *([{"type": "text", "text": text[end:]}] if text[end:] else [])]
 
 
 def _join(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -198,3 +297,13 @@ def _join(messages: Sequence[Mapping[str, Any]]) -> str:
         is_reply = message["role"] == "assistant"
         text += ("\n\n" if at and not is_reply else "") + message["content"]
     return text
+
+
+def text_tokens(prompt: EncodedPrompt) -> list[int]:
+    """The token ids of a prompt without images. Raises Unsupported."""
+    if prompt.images:
+        raise Unsupported(
+            "This environment, reward or workflow reads token ids and takes no images.",
+            "Remove the images from the task, or use the workflow single_turn, multi_turn, custom or agent.",
+        )
+    return list(prompt.tokens)

@@ -7,18 +7,19 @@ tokens of that reply, so the prompts of a conversation extend each other and bec
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from pydantic import Field, ValidationError
 
+from tinsmith.chat.images import read_data_url
 from tinsmith.chat.messages import parse_messages
 from tinsmith.chat.request import ChatRequest, describe_errors
 from tinsmith.chat.tool_calls import ToolCallFormat, ToolCallParser, marker_texts, tool_call_format
 from tinsmith.errors import BadRequest, UserError
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
-from tinsmith.rl.types import Message, Turn
+from tinsmith.rl.types import EncodedPrompt, Image, Message, Turn
 
 MODEL = "policy"
 """Name of the policy; any name is accepted."""
@@ -89,7 +90,9 @@ class ChatSession:
 
         There are several if equal replies were sampled. Raises UserError for messages that are not a chat.
         """
-        parsed = parse_messages(messages, developer_role="developer" in self._policy.chat.template)
+        chat = self._policy.chat
+        urls = list[str]() if chat.takes_images else None
+        parsed = with_images(parse_messages(messages, developer_role="developer" in chat.template, images=urls), urls)
         return tuple(self._turns_by_messages.get(_conversation_key(parsed, ()), ()))
 
     async def replies(
@@ -108,7 +111,8 @@ class ChatSession:
             if tools
             else None
         )
-        messages = request.template_messages(template)
+        urls = list[str]() if self._policy.chat.takes_images else None
+        messages = with_images(request.template_messages(template, urls), urls)
         sampling = request.sampling(defaults or self._sampling)
         prompt = self._prompt(messages, tools)
         number, self._calls = self._calls, self._calls + 1
@@ -131,7 +135,7 @@ class ChatSession:
             if len(recorded) > self._limit:
                 del recorded[next(iter(recorded))]
 
-    def _prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+    def _prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> EncodedPrompt:
         """Prompt tokens that extend the conversation's last recorded turn, where the template allows it."""
         parts = [_message(message) for message in messages]
         for at in reversed(range(len(messages))):
@@ -140,10 +144,10 @@ class ChatSession:
             turns = self._turns_by_conversation.get(_conversation_key(messages[: at + 1], tools))
             if turns and at + 1 < len(messages):
                 try:
-                    return self._policy.chat.prompt([*parts[:at], turns[-1], *parts[at + 1 :]], tools)
+                    return self._policy.chat.encode([*parts[:at], turns[-1], *parts[at + 1 :]], tools)
                 except UserError:  # the template needs the call itself before a tool's result: render all messages
                     break
-        return self._policy.chat.prompt(parts, tools)
+        return self._policy.chat.encode(parts, tools)
 
     def _reply_message(
         self,
@@ -168,12 +172,42 @@ class ChatSession:
 
 def _extends(turn: Turn, last: Turn) -> bool:
     tokens = (*last.prompt, *last.tokens)
-    return turn.prompt[: len(tokens)] == tokens
+    return turn.prompt[: len(tokens)] == tokens and turn.images[: len(last.images)] == last.images
 
 
 def _message(message: Mapping[str, Any]) -> Message:
     more = {key: value for key, value in message.items() if key not in ("role", "content")}
-    return Message(role=message["role"], content=message["content"], more=more)
+    text, placed = "", list[tuple[int, Image]]()
+    for part in [message["content"]] if isinstance(message["content"], str | None) else message["content"]:
+        if isinstance(part, Image):
+            placed.append((len(text), part))
+        else:
+            text += part or ""
+    return Message(role=message["role"], content=text, more=more, images=tuple(placed))
+
+
+def with_images(messages: Sequence[Mapping[str, Any]], urls: Sequence[str] | None) -> list[dict[str, Any]]:
+    """Parsed messages whose content parts, if there are any, are texts and the images of `urls` in order.
+
+    Raises Unsupported for URLs that hold no data, BadRequest for data that are no image.
+    """
+    waiting = iter(urls or ())
+    return [
+        {**message, "content": [_part(part, waiting) for part in message["content"]]}
+        if isinstance(message["content"], list)
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _part(part: Mapping[str, Any], urls: Iterator[str]) -> str | Image:
+    if part["type"] == "text":
+        return str(part["text"])
+    _, file = read_data_url(next(urls))
+    try:
+        return Image.of(file)
+    except ValueError as error:
+        raise BadRequest(f"An image_url cannot be read: {error}.", "Send a whole PNG or JPEG file.") from error
 
 
 def _conversation_key(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
@@ -184,7 +218,11 @@ def _conversation_key(messages: Sequence[Mapping[str, Any]], tools: Sequence[Map
         else message
         for message in messages
     ]
-    return json.dumps([comparable, list(tools)], sort_keys=True, default=str)
+    return json.dumps([comparable, list(tools)], sort_keys=True, default=_comparable)
+
+
+def _comparable(value: Any) -> str:
+    return value.digest if isinstance(value, Image) else str(value)
 
 
 def _parsed_calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from tinsmith.rl.policy.base import Prompt, SamplingConfig, Snapshot
 from tinsmith.rl.policy.wrapper import SnapshotWrapper
-from tinsmith.rl.types import Turn
+from tinsmith.rl.types import Tokens, Turn
 
 
 class AttemptClock:
@@ -142,7 +142,7 @@ class LimitedSnapshot(SnapshotWrapper):
         return self._limit.around(await self._snapshot.open_model(name), self._clock)
 
     @override
-    async def logprobs(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
+    async def logprobs(self, tokens: Tokens, last: int | None = None) -> np.ndarray:
         async with self._limit.place(self._clock):
             return await self._snapshot.logprobs(tokens, last)
 

@@ -23,7 +23,6 @@ from tinsmith.errors import Unsupported
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.base import (
     AuxiliaryAdapter,
-    ChatCodec,
     CheckpointInfo,
     Policy,
     Prompt,
@@ -33,9 +32,9 @@ from tinsmith.rl.policy.base import (
     UpdateResult,
     check_prompt_length,
 )
-from tinsmith.rl.policy.chat import Messages
+from tinsmith.rl.policy.chat import ChatCodec, Messages
 from tinsmith.rl.policy.training_rows import TrainingRow
-from tinsmith.rl.types import Message, Turn
+from tinsmith.rl.types import EncodedPrompt, Message, Tokens, Turn
 
 END = 0
 """Token that ends a reply."""
@@ -54,14 +53,16 @@ class CharacterCodec(ChatCodec):
         return self
 
     @override
-    def prompt(self, conversation: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def encode(self, conversation: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> EncodedPrompt:
         tokens: list[int] = []
         for part in conversation:
             if isinstance(part, Turn):
                 tokens = [*part.prompt, *part.tokens]
-            else:
-                tokens += self.encode_text(part.content)
-        return tokens
+                continue
+            if part.images:
+                raise Unsupported("The scripted policy takes no images.", "Use a vision-language model.")
+            tokens += self.encode_text(part.content)
+        return EncodedPrompt(tokens=tuple(tokens))
 
     @override
     def encode_with_loss_mask(
@@ -125,8 +126,9 @@ class ScriptedSnapshot(Snapshot):
         return ScriptedSnapshot(self._replies, np.zeros(len(self._replies)), 0)
 
     @override
-    async def logprobs(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
+    async def logprobs(self, tokens: Tokens, last: int | None = None) -> np.ndarray:
         """float32 [N]: the logprob of the reply that ends `tokens`, at its first token; 0 elsewhere."""
+        tokens = _tokens(tokens)
         reply_logprobs = _log_softmax(self._logits)
         logprobs = np.zeros(len(tokens) - 1, np.float32)
         for reply, text in enumerate(self._replies):
@@ -378,6 +380,8 @@ def _gradients(update: Update, logprobs: Sequence[np.ndarray]) -> tuple[float, l
 
 
 def _tokens(prompt: Prompt) -> tuple[int, ...]:
+    if isinstance(prompt, EncodedPrompt):
+        return prompt.tokens
     parts = [part for part in prompt if not isinstance(part, int)]
     return tuple(CharacterCodec().prompt(parts)) if parts else tuple(int(cast(int, part)) for part in prompt)
 

@@ -69,6 +69,8 @@ class TinkerAuxiliaryAdapter(AuxiliaryAdapter):
 
 
 def _datum(row: TrainingRow, ids: Sequence[int], weights_NK: np.ndarray) -> tinker.Datum:
+    if row.images:
+        raise Unsupported("A critic takes no images.", "Use an algorithm without a critic, such as grpo.")
     targets_NK = np.tile(np.asarray(ids, np.int64), (len(row.tokens), 1))
     arrays: dict[str, Any] = {"target_tokens": targets_NK, "weights": weights_NK}
     return tinker.Datum(

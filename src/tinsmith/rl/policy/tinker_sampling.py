@@ -6,7 +6,7 @@ Modes explore and bench use this without a model in training.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -23,10 +23,11 @@ from tinsmith.rl.policy.base import (
     check_prompt_length,
 )
 from tinsmith.rl.policy.chat import Chat, read_template
+from tinsmith.rl.policy.images import ImageEncoder, model_input
 from tinsmith.rl.policy.router_replay import SESSION_METADATA, RoutedExperts, check_routers
 from tinsmith.rl.policy.sdk import end_session, open_session, translate_errors
 from tinsmith.rl.policy.server_watch import ServerWatch
-from tinsmith.rl.types import Turn
+from tinsmith.rl.types import EncodedPrompt, Tokens, Turn
 
 
 class TinkerSnapshot(Snapshot):
@@ -47,8 +48,8 @@ class TinkerSnapshot(Snapshot):
 
     @override
     async def sample(self, prompt: Prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:
-        tokens = _tokens(prompt, self._chat)
-        check_prompt_length(tokens, sampling)
+        encoded = _encoded(prompt, self._chat)
+        check_prompt_length(encoded.tokens, sampling)
         params = tinker.SamplingParams(
             max_tokens=sampling.max_tokens,
             seed=seed,
@@ -58,18 +59,19 @@ class TinkerSnapshot(Snapshot):
             top_p=sampling.top_p,
         )
         async with translate_errors("sampling"):
-            response = await self._client.sample(tinker.ModelInput.from_ints(tokens), count, params)
+            response = await self._client.sample(model_input(encoded), count, params)
         self._clients.watch.succeeded()
         records = await self._clients.routed_experts(response.sequences)
         return tuple(
             Turn(
-                prompt=tuple(tokens),
+                prompt=encoded.tokens,
                 tokens=tuple(sequence.tokens),
                 logprobs=tuple(sequence.logprobs or ()),
                 text=self._chat.text(sequence.tokens, sampling.stop),
                 stop="stop" if sequence.stop_reason == "stop" else "length",
                 version=self._version,
                 routed_experts=record,
+                images=encoded.images,
             )
             for sequence, record in zip(response.sequences, records, strict=True)
         )
@@ -79,11 +81,11 @@ class TinkerSnapshot(Snapshot):
         return await self._clients.open_model(name)
 
     @override
-    async def logprobs(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
-        prompt = tinker.ModelInput.from_ints(list(tokens))
+    async def logprobs(self, tokens: Tokens, last: int | None = None) -> np.ndarray:
         async with translate_errors("computing logprobs"):
-            logprobs = await self._client.compute_logprobs(prompt, prompt_logprobs_last_n=last)
-        return np.array(logprobs[1:] if last is None else logprobs[-last:], np.float32)  # the first token has none
+            logprobs = await self._client.compute_logprobs(model_input(tokens), prompt_logprobs_last_n=last)
+        logprobs = logprobs[1:] if last is None else logprobs[-last:]  # the first token has none
+        return np.array([0.0 if logprob is None else logprob for logprob in logprobs], np.float32)
 
     @override
     async def next_logprobs(self, tokens: Sequence[int], ids: Sequence[int]) -> np.ndarray:
@@ -164,7 +166,7 @@ class TinkerSamplingClients(SamplingClients):
             async with translate_errors(f"opening {name} for sampling"):
                 client = await self.watch.persist(lambda: self._open(name))
                 same_base = name.startswith("tinker://") or name == self._base_model
-                chat = self._chat if same_base else Chat(await load_tokenizer(self._service, name, client))
+                chat = self._chat if same_base else await _own_chat(await load_tokenizer(self._service, name, client))
             self._peers[name] = TinkerSnapshot(client, chat, 0, self)
         return self._peers[name]
 
@@ -218,7 +220,14 @@ async def load_tokenizer(service: tinker.ServiceClient, name: str, client: tinke
 async def load_chat(config: ModelConfig, client: tinker.TrainingClient) -> Chat:
     """The configured tokenizer and chat template, or those of the server. Raises ConfigError."""
     tokenizer = await asyncio.to_thread(_tokenizer, config, client)
-    return Chat(tokenizer, read_template(config.chat_template), config.chat_template_values)
+    return await _own_chat(tokenizer, read_template(config.chat_template), config.chat_template_values)
+
+
+async def _own_chat(tokenizer: Any, template: str = "", values: Mapping[str, Any] | None = None) -> Chat:
+    """The chat of a tokenizer; with an encoder of images, from its folder, if its template takes images."""
+    takes_images = "image" in str(template or tokenizer.chat_template)
+    images = await asyncio.to_thread(ImageEncoder.load, tokenizer.name_or_path) if takes_images else None
+    return Chat(tokenizer, template, values, images)
 
 
 def _tokenizer(config: ModelConfig, client: tinker.TrainingClient) -> Any:
@@ -233,6 +242,8 @@ def _tokenizer(config: ModelConfig, client: tinker.TrainingClient) -> Any:
         raise ConfigError(f"Cannot load {source}: {error}", "Set model.tokenizer.") from error
 
 
-def _tokens(prompt: Prompt, chat: Chat) -> list[int]:
+def _encoded(prompt: Prompt, chat: Chat) -> EncodedPrompt:
+    if isinstance(prompt, EncodedPrompt):
+        return prompt
     parts = [part for part in prompt if not isinstance(part, int)]
-    return chat.prompt(parts) if parts else [int(cast(int, part)) for part in prompt]
+    return chat.encode(parts) if parts else EncodedPrompt(tokens=tuple(int(cast(int, part)) for part in prompt))

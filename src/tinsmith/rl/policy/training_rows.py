@@ -16,7 +16,8 @@ from typing import Literal
 import numpy as np
 import tinker
 
-from tinsmith.rl.types import Rollout, Trajectory, Turn
+from tinsmith.rl.policy.images import model_input
+from tinsmith.rl.types import EncodedPrompt, PlacedImage, Rollout, Tokens, Trajectory, Turn
 from tinsmith.routed_experts import from_text, missing, to_words
 
 Kind = Literal["policy", "expert", "chosen", "rejected"]
@@ -53,11 +54,14 @@ class TrainingRow:
     """float32 [N] by name: values of other models for the targets, such as `reference` logprobs."""
     routed_experts: np.ndarray | None = None
     """[N, layers, k]: record of the experts that the sampler routed `tokens` to, in a mixture (`routed_experts`)."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images among `tokens`."""
 
     @property
-    def sequence(self) -> list[int]:
-        """All N + 1 token ids."""
-        return [*self.tokens.tolist(), *self.targets[-1:].tolist()]
+    def sequence(self) -> Tokens:
+        """All N + 1 token ids, with the images among them."""
+        ids = [*self.tokens.tolist(), *self.targets[-1:].tolist()]
+        return EncodedPrompt(tokens=tuple(ids), images=self.images) if self.images else ids
 
     def datum(self, inputs: Mapping[str, np.ndarray]) -> tinker.Datum:
         """The row as a Datum of the SDK, with its routed experts if they are recorded; `inputs` are the arrays [N] that
@@ -66,7 +70,7 @@ class TrainingRow:
         if self.routed_experts is not None:
             arrays["routed_experts"] = to_words(self.routed_experts)
         return tinker.Datum(
-            model_input=tinker.ModelInput.from_ints(self.tokens.tolist()),
+            model_input=model_input(EncodedPrompt(tokens=tuple(self.tokens.tolist()), images=self.images)),
             loss_fn_inputs={name: tinker.TensorData.from_numpy(values) for name, values in arrays.items()},
         )
 
@@ -81,12 +85,13 @@ def rows_from_trajectory(trajectory: Trajectory) -> list[TrainingRow]:
     rows: list[_RowBuilder] = []
     for turn in trained_turns(trajectory):
         prompt = list(turn.prompt)
-        if not rows or prompt[: len(rows[-1].tokens)] != rows[-1].tokens:
+        if not rows or not rows[-1].is_prefix_of(turn):
             rows.append(_RowBuilder([], [], [], []))
         new_tokens = prompt[len(rows[-1].tokens) :]
         rows[-1].add(new_tokens, [0.0] * len(new_tokens), False)
         rows[-1].add(turn.tokens, turn.logprobs, True)
         rows[-1].add_record(turn)
+        rows[-1].images = turn.images
     return [row.build() for row in rows]
 
 
@@ -119,6 +124,7 @@ def merge_identical_rows(rows: Sequence[TrainingRow], advantage_kink: float | No
     for row in rows:
         key = row.tokens.tobytes() + row.targets[-1:].tobytes() + row.mask.tobytes()
         key += b"" if row.routed_experts is None else row.routed_experts.tobytes()
+        key += "".join(placed.image.digest for placed in row.images).encode()
         candidates = indices.setdefault(key, [])
         for index in candidates:
             if (combined := _merge_pair(merged[index], row, advantage_kink)) is not None:
@@ -161,6 +167,12 @@ class _RowBuilder:
     mask: list[bool]
     record: list[np.ndarray]
     """Routed experts of the first positions."""
+    images: tuple[PlacedImage, ...] = ()
+
+    def is_prefix_of(self, turn: Turn) -> bool:
+        """Whether the turn's prompt extends the row so far, token by token and image by image."""
+        same_tokens = list(turn.prompt[: len(self.tokens)]) == self.tokens
+        return same_tokens and turn.images[: len(self.images)] == self.images
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float], mask: bool) -> None:
         self.tokens += tokens
@@ -190,4 +202,5 @@ class _RowBuilder:
             advantages=np.zeros(len(self.tokens) - 1, np.float32),
             mask=np.array(self.mask[1:], bool),
             routed_experts=self._joined_record(len(self.tokens) - 1),
+            images=self.images,
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from tinsmith.rl.data.tasks import TaskSampler
 from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.policy.base import Snapshot
-from tinsmith.rl.policy.recomputed import RecomputingSnapshot
+from tinsmith.rl.policy.wrapper import RecomputingSnapshot
 from tinsmith.rl.rollouts.buffers.base import Buffer
 from tinsmith.rl.rollouts.coordination import CoordinationNotes, SamplerStatus, WeightRecord
 from tinsmith.rl.rollouts.producer import BatchProducer, SamplingPlan

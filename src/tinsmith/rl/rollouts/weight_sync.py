@@ -18,9 +18,10 @@ from pydantic import Field
 from typing_extensions import override
 
 from tinsmith.errors import TinsmithError
-from tinsmith.rl.policy.base import ChatCodec, Policy, Prompt, SamplingConfig, Snapshot
+from tinsmith.rl.policy.base import Policy, Prompt, SamplingConfig, Snapshot
+from tinsmith.rl.policy.chat import ChatCodec
 from tinsmith.rl.rollouts.coordination import CoordinationNotes, WeightRecord
-from tinsmith.rl.types import Turn
+from tinsmith.rl.types import Tokens, Turn
 from tinsmith.settings import Needs, Settings
 
 
@@ -196,7 +197,7 @@ class LiveSnapshot(Snapshot):
         return await self._newest().open_model(name)
 
     @override
-    async def logprobs(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
+    async def logprobs(self, tokens: Tokens, last: int | None = None) -> np.ndarray:
         return await self._newest().logprobs(tokens, last)
 
     @override

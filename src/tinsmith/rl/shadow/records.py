@@ -14,7 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from tinsmith.rl.policy.base import ChatCodec
+from tinsmith.errors import Unsupported
+from tinsmith.rl.policy.chat import ChatCodec
 from tinsmith.rl.shadow.config import Mode, Optimizer, Rung, StepParams
 from tinsmith.rl.types import Message, Turn
 
@@ -47,6 +48,8 @@ class ShadowText:
     @classmethod
     def reply(cls, turn: Turn, weight: float = 1.0) -> ShadowText:
         """A sampled reply with its prompt; the tokens of the reply have `weight`, such as its advantage."""
+        if turn.images:
+            raise Unsupported("Shadow updates take no images.", "Use texts without images.")
         weights = (0.0,) * (len(turn.prompt) - 1) + (weight,) * len(turn.tokens)
         return cls(tokens=(*turn.prompt, *turn.tokens), weights=weights)
 

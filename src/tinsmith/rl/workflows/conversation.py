@@ -100,7 +100,7 @@ class Conversation:
         settings = SamplingConfig.model_validate({**self._sampling.model_dump(), **(sampling or {})})
         number, self._replies = self._replies, self._replies + 1
         policy = await self.policy.open_model(self._model) if self._model else self.policy
-        prompt = policy.chat.prompt(history, tools)
+        prompt = policy.chat.encode(history, tools)
         (turn,) = await policy.sample(prompt, count=1, seed=request_seed(self._seed, number), sampling=settings)
         turn = replace(turn, state=state, model=self._model)
         self._history = [*history, turn]

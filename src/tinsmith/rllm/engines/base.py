@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from typing_extensions import override
 
 from tinsmith.chat.request import PromptTooLong
-from tinsmith.errors import UserError
+from tinsmith.errors import Unsupported, UserError
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot
 from tinsmith.rl.policy.chat_session import AgentChatRequest, ChatSession, invalid_request
 from tinsmith.rl.types import Message, Turn
@@ -154,7 +154,14 @@ def chat_request(messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, 
 
 
 def model_output(turn: Turn, message: Mapping[str, Any], model: str = "") -> ModelOutput:
-    """A recorded reply as a ModelOutput; `message` is the reply with its tool calls apart."""
+    """A recorded reply as a ModelOutput; `message` is the reply with its tool calls apart.
+
+    Raises Unsupported for a prompt with images, which a ModelOutput has no place for.
+    """
+    if turn.images:
+        raise Unsupported(
+            "Steps of rLLM hold token ids and take no images.", "Remove the images, or write a workflow of Tinsmith."
+        )
     content, reasoning = split_reasoning(str(message.get("content") or ""))
     calls = [parse_tool_call(call["function"]) for call in message.get("tool_calls", ())]
     return ModelOutput(

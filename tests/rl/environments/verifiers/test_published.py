@@ -159,6 +159,16 @@ def test_prompt_of_messages_reaches_the_policy():
     assert "".join(map(chr, rollout.turns[0].prompt)) == "Which letters?"
 
 
+def test_images_of_a_prompt_are_those_of_its_task():
+    """Held-out tasks are compared with their images. The scripted policy reads text only."""
+    environment = VerifiersEnvironment(id=package("squares.py"), args={"turns": 1})
+    (message,) = environment.tasks()[0].messages[:1]
+    ((position, image),) = message.images
+    assert (message.content, position, image.format) == ("Which letters?", len("Which letters?"), "png")
+    (rollout,) = rollouts(environment, ["A"], count=1)
+    assert "part of type image_url" in rollout.error
+
+
 def test_image_that_comes_later_fails_the_rollout_by_name():
     environment = VerifiersEnvironment(id=package("squares.py"), args={"later": True})
     (rollout,) = rollouts(environment, ["A"], count=1)
@@ -166,7 +176,6 @@ def test_image_that_comes_later_fails_the_rollout_by_name():
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "image in a prompt": ("squares.py", {}, r"prompt holds image_url.*text only"),
     "data that is not there": ("missing_data.py", {}, "cannot be loaded: LookupError: Resource words not found"),
     "container of a task": ("judged.py", {"args": {"image": "debian:12"}}, r"container image debian:12.*docker"),
     "program in a container": ("judged.py", {"env": {"agent": {"runtime": {"type": "subprocess"}}}, "harness": "pi"},

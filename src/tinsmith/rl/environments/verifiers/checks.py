@@ -34,16 +34,8 @@ def check_config(name: str, config: vf.EnvConfig) -> None:
 
 
 def check_task(environment: vf.Env, task: vf.Task, name: str) -> None:
-    """Check that the model can read the prompt of a task, and that a role can have its container."""
+    """Check that a role can have the container of a task."""
     where = f"{name}: task {task.data.idx}"
-    prompt = task.data.prompt
-    for message in () if prompt is None or isinstance(prompt, str) else prompt:
-        kinds = {part.type for part in message.content or () if not isinstance(part, str)}
-        if others := kinds - {"text"}:
-            raise ConfigError(
-                f"{where}: its prompt holds {', '.join(sorted(others))}; models read text only.",
-                "Use a taskset of text, or `select` its tasks of text.",
-            )
     if (image := task.data.image) is None and not task.NEEDS_CONTAINER:
         return
     roles = _roles(environment.config)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, overload
 
 from tinsmith.errors import ConfigError
+from tinsmith.rl.data.images import read_parts
 from tinsmith.rl.data.row_mapping import LazySequence
 from tinsmith.rl.types import Message, Task
 
@@ -80,8 +81,6 @@ def _loading(name: str) -> Iterator[None]:
 
 def task_of(task: vf.Task, name: str) -> Task:
     """A row as a Task. Raises ConfigError if its data cannot be stored."""
-    from verifiers.v1.types import content_text
-
     fields = type(task.data).model_fields
     if hidden := [key for key, field in fields.items() if field.exclude]:
         raise ConfigError(f"{name}: the fields {', '.join(hidden)} are not serialized.", "Remove exclude=True.")
@@ -89,21 +88,31 @@ def task_of(task: vf.Task, name: str) -> Task:
     # Only whole fields are left out: within a field, a default such as a message's role decides its type.
     data = {key: whole[key] for key in task.data.model_dump(mode="json", exclude_defaults=True)}
     prompt = task.data.prompt
-    messages = [] if prompt is None else [("user", prompt)] if isinstance(prompt, str) else _said(prompt, content_text)
+    if isinstance(prompt, str):
+        messages = [Message(role="user", content=prompt)]
+    else:
+        messages = [_message(message, f"{name}/{task.data.idx}") for message in prompt or ()]
     if task.data.system_prompt:
-        messages.insert(0, ("system", task.data.system_prompt))
+        messages.insert(0, Message(role="system", content=task.data.system_prompt))
     if own := own_fields(task.data):
-        messages.append((DATA_ROLE, json.dumps(own, sort_keys=True, ensure_ascii=False)))
+        messages.append(Message(role=DATA_ROLE, content=json.dumps(own, sort_keys=True, ensure_ascii=False)))
     return Task(
         id=f"{name}/{task.data.idx}",
-        messages=tuple(Message(role=role, content=content) for role, content in messages),
+        messages=tuple(messages),
         answer=str(data.get("answer") or ""),
         extra={ROW: data},
     )
 
 
-def _said(prompt: Sequence[Any], text: Any) -> list[tuple[str, str]]:
-    return [(message.role, text(message.content)) for message in prompt]
+def _message(message: Any, place: str) -> Message:
+    """A message of a prompt with its images. Raises ConfigError for an image that is not a data URL."""
+    from verifiers.v1.types import content_text
+
+    parts = [part for part in message.content or () if not isinstance(part, str)]
+    if not any(part.type == "image_url" for part in parts):
+        return Message(role=message.role, content=content_text(message.content))
+    text, images = read_parts([part.model_dump() for part in parts], iter(()), place)
+    return Message(role=message.role, content=text, images=images)
 
 
 def own_fields(data: vf.TaskData) -> dict[str, Any]:
