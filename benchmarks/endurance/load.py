@@ -2,7 +2,11 @@
 
 Each client is a tenant of its own. First every client takes a step every other second, as clients do that sample in
 between: errors, the time of a submission, and memory. Then all clients send as fast as they are answered: tokens of
-each tenant, from which Jain's index of fairness follows. The server and the clients share the machine.
+each tenant, from which Jain's index of fairness follows.
+
+The server and the clients share the machine, and all clients are one process. So a submission is timed twice: by its
+client, and by the server in `tinsmith_http_seconds`, which has buckets. By how much timers of each process are late
+says what a request waits for either before anything is done for it.
 """
 
 from __future__ import annotations
@@ -13,8 +17,11 @@ import json
 import os
 import platform
 import random
+import re
 import tempfile
 import time
+import urllib.request
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,6 +31,7 @@ import numpy as np
 from benchmarks.endurance.http_client import Client
 from benchmarks.endurance.server import running_service
 from benchmarks.servers import Server
+from tinsmith.service.observability.event_loop import measure_delays
 
 RESULTS = Path(__file__).parents[1] / "results"
 TOKENS = 64
@@ -48,7 +56,13 @@ class LoadResult:
     requests: int
     errors: list[str]
     submit_ms: dict[str, float]
-    """Time of a submission in the first part, by percentile."""
+    """Time of a submission in the first part as its client sees it, by percentile."""
+    server_submit_ms: float
+    """99 % of the submissions of the first part took the server so long at most: the bound of a bucket."""
+    server_late_ms: float
+    """99 % of the server's timers were late by so much at most: the bound of a bucket."""
+    clients_late_ms: dict[str, float]
+    """By how much timers of the clients' process were late, by percentile."""
     step_ms: dict[str, float]
     """Time from the submission of a step to its results in the first part."""
     memory_mib: list[float]
@@ -66,6 +80,7 @@ class _Tally:
     steps: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     memory: list[tuple[float, float]] = field(default_factory=list)
+    late: list[float] = field(default_factory=list)
     tokens: dict[str, int] = field(default_factory=dict)
 
 
@@ -104,6 +119,9 @@ def table(result: LoadResult) -> list[str]:
         f"| errors | {len(result.errors)} | 0 |",
         f"| a submission, median / 99 % / worst | {submit['50']:.1f} / {submit['99']:.1f} / {submit['100']:.1f} ms | "
         "99 % under 100 ms |",
+        f"| … in the server, 99 % within | {result.server_submit_ms:g} ms | |",
+        f"| timers late, 99 %: of the server / of the clients | {result.server_late_ms:g} / "
+        f"{result.clients_late_ms['99']:.1f} ms | |",
         f"| a step to its results, median / 99 % | {step['50']:.0f} / {step['99']:.0f} ms | |",
         f"| memory of the server, first / last tenth of {result.paced_s:.0f} s | {result.memory_mib[0]:.0f} / "
         f"{result.memory_mib[-1]:.0f} MiB ({result.memory_mib_per_hour:+.0f} MiB an hour) | flat |",
@@ -124,13 +142,19 @@ async def _measure(data: Path, arguments: argparse.Namespace) -> LoadResult:
         clients = [Client(port=port, key=key, on_submit=tally.submits.append) for key in keys]
         await asyncio.gather(*(client.open() for client in clients))
         tally.submits.clear()
-        watch = asyncio.create_task(_watch_memory(server, tally))
+        metrics = await asyncio.to_thread(_buckets, server)
+        watches = [
+            asyncio.create_task(_watch_memory(server, tally)),
+            asyncio.create_task(measure_delays(tally.late.append)),
+        ]
         paced = arguments.seconds
         end = time.monotonic() + paced
         await asyncio.gather(
             *(_guard(tally, lambda c=client: _pace(c, end, arguments.period, tally)) for client in clients)
         )
-        watch.cancel()
+        for watch in watches:
+            watch.cancel()
+        metrics = await asyncio.to_thread(_buckets, server) - metrics
         submits, steps, before = list(tally.submits), list(tally.steps), sum(client.requests for client in clients)
         saturated = max(paced / 10, 20.0)
         end = time.monotonic() + saturated
@@ -150,6 +174,9 @@ async def _measure(data: Path, arguments: argparse.Namespace) -> LoadResult:
         requests=requests,
         errors=tally.errors,
         submit_ms=_percentiles(submits),
+        server_submit_ms=_bound_ms(metrics, "tinsmith_http_seconds", "/forward_backward", "/optim_step"),
+        server_late_ms=_bound_ms(metrics, "tinsmith_event_loop_delay_seconds", ""),
+        clients_late_ms=_percentiles(tally.late),
         step_ms=_percentiles(steps),
         memory_mib=_tenths(tally.memory),
         memory_mib_per_hour=_growth(tally.memory[len(tally.memory) // 2 :]),
@@ -196,6 +223,26 @@ async def _watch_memory(server: Server, tally: _Tally) -> None:
     while True:
         await asyncio.sleep(1.0)
         tally.memory.append((time.monotonic() - start, server.memory() / MiB))
+
+
+def _buckets(server: Server) -> Counter[tuple[str, str, float]]:
+    """Values of the server's histograms so far: (name, route, upper bound of a bucket) -> count within."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    counts: Counter[tuple[str, str, float]] = Counter()
+    for name, labels, value in re.findall(r"^(\w+)_bucket\{(.*)\} (\S+)$", text, re.MULTILINE):
+        values = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        counts[name, values.get("route", ""), float(values["le"])] += int(float(value))
+    return counts
+
+
+def _bound_ms(counts: Counter[tuple[str, str, float]], name: str, *routes: str) -> float:
+    """The least bound of a bucket that 99 % of the values are within, in milliseconds."""
+    bounds: Counter[float] = Counter()
+    for (of_name, route, bound), count in counts.items():
+        if of_name == name and route in routes:
+            bounds[bound] += count
+    return 1000 * min(bound for bound, count in bounds.items() if count >= 0.99 * max(bounds.values()))
 
 
 def jain(values: Sequence[float]) -> float:

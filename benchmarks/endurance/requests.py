@@ -1,9 +1,12 @@
 """Rate of small training requests through the whole service, on disks that take 0, 1 and 8 ms to sync.
 
-`python -m benchmarks.endurance.requests` runs the service with the fake engine in this process. Clients of many models
-call its ASGI application: each submits a forward_backward and an optim_step, then fetches both results. The time of a
-sync is slept in every commit, in addition to the real one. `--against SRC` repeats all runs, interleaved, with the
-package of another source folder.
+`python -m benchmarks.endurance.requests [--against SRC]` runs the service with the fake engine in a process of its own.
+A client in this process trains many models over HTTP, a connection for each: it submits a forward_backward and an
+optim_step, one after the other, then fetches both results. Bodies are encoded before the clock starts and answers are
+not parsed beyond status and length, so that the client takes less CPU than the service; both are printed. The time of
+a sync is slept in every commit, in addition to the real one.
+
+`--against` repeats all runs, interleaved, with the package of another source folder.
 """
 
 from __future__ import annotations
@@ -12,162 +15,190 @@ import argparse
 import asyncio
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from sqlalchemy import event
+from typing_extensions import override
 
-KEY = "tml-benchmark"
-SYNC_MS = (0.0, 1.0, 8.0)
+from benchmarks.endurance.http_client import Client, pass_body
+from benchmarks.endurance.server import running_service
+from benchmarks.endurance.slow_disk import COMMITS, SYNC_MS
+
+RESULTS = Path(__file__).parents[1] / "results"
+DISKS_MS = (0.0, 1.0, 8.0)
+WANTED = {1.0: 1000, 8.0: 300}
+"""Requests a second that the service is to reach on a disk with these syncs."""
 
 
-class Client:
-    """Calls an ASGI application without a socket."""
+class RawConnection(asyncio.Protocol):
+    """A connection that sends encoded requests and returns (status, body), without parsing more than it must."""
 
-    def __init__(self, app: Any) -> None:
-        self._app = app
+    def __init__(self) -> None:
+        self._buffer = b""
+        self._waiting: deque[asyncio.Future[tuple[int, bytes]]] = deque()
+        self._transport: Any = None
 
-    async def post(self, path: str, body: bytes | dict[str, Any]) -> bytes:
-        """The body of the response. Raises RuntimeError unless its status is 200."""
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        path = f"/api/v1/{path}"
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "root_path": "",
-            "query_string": b"",
-            "headers": [(b"x-api-key", KEY.encode()), (b"content-length", str(len(content)).encode())],
-            "client": ("127.0.0.1", 1),
-            "server": ("127.0.0.1", 8000),
-            "state": {},
-        }
-        messages = iter([{"type": "http.request", "body": content, "more_body": False}])
-        status, parts = 0, []
+    @override
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
 
-        async def receive() -> dict[str, Any]:
-            return next(messages, {"type": "http.disconnect"})
+    @override
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer + data if self._buffer else data
+        while (end := buffer.find(b"\r\n\r\n")) >= 0:
+            start = buffer.find(b"content-length: ") + 16
+            body_end = end + 4 + int(buffer[start : buffer.find(b"\r\n", start)])
+            if len(buffer) < body_end:
+                break
+            self._waiting.popleft().set_result((int(buffer[9:12]), buffer[end + 4 : body_end]))
+            buffer = buffer[body_end:]
+        self._buffer = buffer
 
-        async def send(message: dict[str, Any]) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            parts.append(message.get("body", b""))
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        for waiting in self._waiting:
+            waiting.set_exception(exc or ConnectionError("The server has closed the connection."))
 
-        await self._app(scope, receive, send)
+    async def call(self, request: bytes) -> bytes:
+        """The body of the answer. Raises RuntimeError unless its status is 200."""
+        answer = asyncio.get_running_loop().create_future()
+        self._waiting.append(answer)
+        self._transport.write(request)
+        status, body = await answer
         if status != 200:
-            raise RuntimeError(f"{path} answered {status}: {b''.join(parts)[:300]!r}")
-        return b"".join(parts)
-
-    async def result(self, promise: bytes) -> bytes:
-        """The result of a promised request."""
-        return await self.post("retrieve_future", {"request_id": json.loads(promise)["request_id"]})
+            raise RuntimeError(f"{status}: {body[:300]!r}")
+        return body
 
 
-def pass_body(model: str, seq: int, tokens: int) -> bytes:
-    """A forward_backward body with one row."""
-    from tinsmith.service.wire.protobuf import pb
-
-    message = pb.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn="cross_entropy")
-    datum = message.data.add()
-    row = np.arange(3, 3 + tokens + 1)
-    datum.model_input.add().encoded_text.tokens = row[:-1].astype("<i4").tobytes()
-    target = datum.loss_fn_inputs["target_tokens"]
-    target.dense, target.dtype = row[1:].astype("<i8").tobytes(), pb.DTYPE_INT64
-    target.shape.append(tokens)
-    return message.SerializeToString()
+def encoded(path: str, key: str, body: bytes) -> bytes:
+    """An HTTP request."""
+    head = f"POST /api/v1/{path} HTTP/1.1\r\nhost: l\r\nx-api-key: {key}\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
 
 
-async def train(client: Client, model: str, rounds: int, tokens: int, latencies: list[float]) -> None:
-    """Train a model, two requests a round."""
+def round_requests(model: str, key: str, seq: int, tokens: int) -> list[bytes]:
+    """Two submissions, `seq` and the next, and the polls for their results."""
     adam = {"learning_rate": 0.001}
-    for seq in range(1, 2 * rounds, 2):
+    step = {"model_id": model, "seq_id": seq + 1, "adam_params": adam}
+    polls = [{"request_id": f"{model}:{number}"} for number in (seq, seq + 1)]
+    return [
+        encoded("forward_backward", key, pass_body(model, seq, tokens)),
+        encoded("optim_step", key, json.dumps(step).encode()),
+        *(encoded("retrieve_future", key, json.dumps(poll).encode()) for poll in polls),
+    ]
+
+
+async def train(port: int, requests: Sequence[bytes], latencies: list[float]) -> None:
+    """Send requests one after another, as of `round_requests`; times the submissions."""
+    _, connection = await asyncio.get_running_loop().create_connection(RawConnection, "127.0.0.1", port)
+    for number, request in enumerate(requests):
         start = time.perf_counter()
-        passed = await client.post("forward_backward", pass_body(model, seq, tokens))
-        latencies.append(time.perf_counter() - start)
-        stepped = await client.post("optim_step", {"model_id": model, "seq_id": seq + 1, "adam_params": adam})
-        await client.result(passed)
-        await client.result(stepped)
+        await connection.call(request)
+        if number % 4 < 2:
+            latencies.append(time.perf_counter() - start)
 
 
-async def measure(models: int, rounds: int, tokens: int, sync_s: float) -> dict[str, float]:
-    """Requests per second, milliseconds to accept one, and requests in a commit."""
-    from tinsmith.engine.fake.engine import FakeEngine
-    from tinsmith.service.app import create_app
-    from tinsmith.service.config import ServeConfig
-    from tinsmith.service.engines.host import RunningEngine
-    from tinsmith.service.server import run_service
-
-    async def start(config: Any) -> RunningEngine:
-        return RunningEngine(engine=FakeEngine(config), died=asyncio.Event())
-
-    loaded = asyncio.Event()
-    with tempfile.TemporaryDirectory() as data:
-        config = ServeConfig(data=Path(data), engine="fake", models=("toy",), api_key=KEY, capture_every=10**9)
-        async with run_service(config, start, lambda _error: loaded.set()) as service:
-            await loaded.wait()
-            commits: list[float] = []
-
-            def sync(_db: Any) -> None:
-                commits.append(time.sleep(sync_s) or 0.0)
-
-            client = Client(create_app(service))
-            session = json.loads(await client.post("create_session", {"tags": []}))["session_id"]
-            ids = [await _create(client, session, number) for number in range(models)]
-            event.listen(service.store._sync_engine, "commit", sync)
+async def measure(models: int, rounds: int, tokens: int, sync_ms: float) -> dict[str, float]:
+    """Requests per second, CPU of both sides, the time to accept one, and requests in a commit."""
+    with tempfile.TemporaryDirectory() as data, tempfile.NamedTemporaryFile() as commits:
+        os.environ[SYNC_MS], os.environ[COMMITS] = str(sync_ms), commits.name
+        module = "benchmarks.endurance.slow_disk"
+        async with running_service(Path(data), ["tenant"], module=module, capture_every=10**9) as (server, port, [key]):
+            clients = [Client(port=port, key=key, on_submit=lambda _: None) for _ in range(models)]
+            for client in clients:
+                await client.open(rank=1)
+            plans = [
+                [
+                    request
+                    for seq in range(1, 2 * rounds, 2)
+                    for request in round_requests(client.model, key, seq, tokens)
+                ]
+                for client in clients
+            ]
             latencies: list[float] = []
-            begin, cpu = time.perf_counter(), time.process_time()
-            await asyncio.gather(*(train(client, model, rounds, tokens, latencies) for model in ids))
-            seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
-    count = 2 * rounds * models
-    p99 = 1000 * statistics.quantiles(latencies, n=100)[98]
+            begin, own, service = time.perf_counter(), time.process_time(), _cpu_s(server.process)
+            await asyncio.gather(*(train(port, plan, latencies) for plan in plans))
+            seconds, own = time.perf_counter() - begin, time.process_time() - own
+            service = _cpu_s(server.process) - service
+            for client in clients:
+                client.close()
+        count, commit_count = 2 * rounds * models, int(Path(commits.name).read_text())
     return {
         "requests/s": count / seconds,
-        "CPU ms/request": 1000 * cpu / count,
-        "p99 of a submit, ms": p99,
-        "requests/commit": 2 * count / len(commits),
+        "service's CPU, ms/request": 1000 * service / count,
+        "client's CPU, ms/request": 1000 * own / count,
+        "p99 of a submission, ms": 1000 * statistics.quantiles(latencies, n=100)[98],
+        "requests/commit": 2 * count / commit_count,
     }
 
 
-async def _create(client: Client, session: str, number: int) -> str:
-    body = {"session_id": session, "model_seq_id": number, "base_model": "toy", "lora_config": {"rank": 1}}
-    promise = await client.post("create_model", body)
-    await client.result(promise)
-    return json.loads(promise)["model_id"]
+def _cpu_s(process: Any) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
 
 
 def main() -> None:
-    """Measure, and print a line for each disk and source folder."""
+    """Measure, print a line for each disk and source folder, and write the table of this source folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=int, default=64, help="models in training at the same time")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds of each model, two requests each")
+    parser.add_argument("--rounds", type=int, default=40, help="rounds of each model, two requests each")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of a forward_backward")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each measurement; the median is printed")
     parser.add_argument("--against", type=Path, help="source folder with another tinsmith package")
     parser.add_argument("--sync-ms", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.sync_ms is not None:
-        values = asyncio.run(measure(options.models, options.rounds, options.tokens, options.sync_ms / 1000))
-        print(json.dumps(values))
+        print(json.dumps(asyncio.run(measure(options.models, options.rounds, options.tokens, options.sync_ms))))
         return
+    load = [os.getloadavg()[0]]
     sources = {"this": Path(__file__).parents[2] / "src", **({"other": options.against} if options.against else {})}
     runs: dict[tuple[float, str], list[dict[str, float]]] = {}
     for _ in range(options.repeat):
-        for sync_ms in SYNC_MS:
+        for sync_ms in DISKS_MS:
             for name, source in sources.items():
                 runs.setdefault((sync_ms, name), []).append(_in_process(source, sync_ms, options))
-    for (sync_ms, name), results in runs.items():
-        values = {key: statistics.median(result[key] for result in results) for key in results[0]}
+    medians = {
+        key: {name: statistics.median(result[name] for result in results) for name in results[0]}
+        for key, results in runs.items()
+    }
+    for (sync_ms, name), values in medians.items():
         print(f"{sync_ms:g} ms, {name}: " + ", ".join(f"{value:.4g} {key}" for key, value in values.items()))
+    _write({sync_ms: values for (sync_ms, name), values in medians.items() if name == "this"}, options, load)
+
+
+def _write(medians: dict[float, dict[str, float]], options: argparse.Namespace, load: list[float]) -> None:
+    machine = f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}"
+    load = [*load, os.getloadavg()[0]]
+    names = list(medians[0.0])
+    lines = [
+        "# Small training requests",
+        "",
+        f"Measured by `benchmarks/endurance/requests.py` on {machine}; load average before / after: {load[0]:.1f} / "
+        f"{load[1]:.1f}. {options.models} models in training, passes of {options.tokens} tokens, fake engine; medians "
+        f"of {options.repeat} runs.",
+        "",
+        f"| each sync takes longer by | {' | '.join(names)} | wanted, requests/s |",
+        "|---" * (len(names) + 2) + "|",
+        *(_row(sync_ms, values) for sync_ms, values in medians.items()),
+        "",
+    ]
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "requests.md").write_text("\n".join(lines))
+    values = {"measured": time.strftime("%Y-%m-%d %H:%M"), "machine": machine, "load_average": load, "disks": medians}
+    (RESULTS / "requests.json").write_text(json.dumps(values, indent=1) + "\n")
+
+
+def _row(sync_ms: float, values: dict[str, float]) -> str:
+    cells = [f"{sync_ms:g} ms", *(f"{value:.4g}" for value in values.values()), str(WANTED.get(sync_ms, ""))]
+    return f"| {' | '.join(cells)} |"
 
 
 def _in_process(source: Path, sync_ms: float, options: argparse.Namespace) -> dict[str, float]:

@@ -13,7 +13,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tinsmith.service.observability.logs import http_log_context
+from tinsmith.service.observability.logs import HttpLogContext
 from tinsmith.service.observability.metrics import Telemetry
 from tinsmith.service.sampling import Sampling
 from tinsmith.service.training.worker import Worker
@@ -76,7 +76,7 @@ class RequestMiddleware:
 
         app = _refuse if self._drain.started and _is_new_work(scope) else self._app
         try:
-            with http_log_context():
+            with HttpLogContext():
                 await app(scope, receive, record_status)
         except asyncio.CancelledError:
             if not self._drain.started:

@@ -14,7 +14,7 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
@@ -43,6 +43,7 @@ from tinsmith.service.limits.connections import BoundedProtocol, Connections
 from tinsmith.service.limits.parsing import Parsers
 from tinsmith.service.middleware import Drain
 from tinsmith.service.observability.audit import AuditLog
+from tinsmith.service.observability.event_loop import limit_collections, measure_delays
 from tinsmith.service.observability.logs import configure_logging
 from tinsmith.service.observability.metrics import (
     Telemetry,
@@ -57,6 +58,7 @@ from tinsmith.service.observability.systemd import READY, STOPPING, Notifier
 from tinsmith.service.observability.tracing import SpanExporter, tracing
 from tinsmith.service.observability.usage import Usage
 from tinsmith.service.results.futures import Futures
+from tinsmith.service.results.result_files import ResultFiles
 from tinsmith.service.results.unfinished_samples import UnfinishedSamples
 from tinsmith.service.sampling import Sampling
 from tinsmith.service.sessions import SessionCleanup, Sessions
@@ -125,6 +127,7 @@ async def _serve(config: ServeConfig, start: EngineFactory, on_ready: Callable[[
             if outcome.cancelled() or outcome.result() is not None:
                 server.stop()
                 return
+            limit_collections()
             log.info("Ready: TINKER_BASE_URL=%s serves %s", url, ", ".join(service.workers))
             systemd.send(READY)
             if on_ready is not None:
@@ -166,7 +169,7 @@ def _assemble(
 ) -> Service:
     key = _key(config)
     unfinished = UnfinishedSamples(config.data / "samples")
-    futures = Futures(config.hold_s, config.retention_s, unfinished, on_fetched=store.mark_fetched)
+    futures = Futures(config.hold_s, config.retention_s, unfinished, store.mark_fetched, ResultFiles(config.data))
     checkpoints = Checkpoints(store, config.data / "checkpoints", copies)
     tenants = Tenants(store.database, key)
     disk = DiskMonitor(config.data, config.disk_reserve)
@@ -187,7 +190,7 @@ def _assemble(
     workers = (base_models := BaseModels(store, config.data, make_worker)).workers
     connections = Connections(config.connections_per_address, config.request_timeout_s)
     bodies = LargeBodies()
-    gauges = partial(_gauges, store, workers, disk, journal, lambda: http_gauges(len(connections), bodies.held_bytes))
+    gauges = partial(_gauges, store, workers, disk, journal, connections, bodies, futures)
     telemetry = Telemetry(gauges, _on_finished(audit_log, spans))
     base_models.configure({name: source for source, names in config.sources().items() for name in names})
     sampling = Sampling(store, futures, checkpoints, quotas, workers, config.queued_samples, telemetry, sequences)
@@ -248,7 +251,9 @@ def _gauges(
     workers: Mapping[str, Worker],
     disk: DiskMonitor,
     journal: Journal,
-    http: Callable[[], Iterable[Metric]],
+    connections: Connections,
+    bodies: LargeBodies,
+    futures: Futures,
 ) -> Iterator[Metric]:
     distinct = {worker.host.names[0]: worker for worker in workers.values()}
     yield from record_gauges(store)
@@ -256,7 +261,7 @@ def _gauges(
     yield from engine_gauges(worker.host for worker in distinct.values())
     yield from disk_gauges(disk, store, journal.size_bytes)
     yield from queue_gauges(distinct.values())
-    yield from http()
+    yield from http_gauges(len(connections), bodies.held_bytes, futures.result_bytes)
     yield from memory_gauges({name: worker.memory_use() for name, worker in distinct.items()})
 
 
@@ -309,6 +314,7 @@ async def _running(service: Service, on_loaded: OnLoaded) -> AsyncIterator[None]
         asyncio.create_task(restart_on_error(service.journal.run)),
         asyncio.create_task(restart_on_error(service.object_copies.run)),
         asyncio.create_task(restart_on_error(service.sessions.store_heartbeats)),
+        asyncio.create_task(measure_delays(service.telemetry.loop_delayed)),
     ]
     try:
         yield

@@ -26,3 +26,18 @@ def test_fetch_of_a_training_result_is_recorded(tmp_path: Path) -> None:
             assert [at is not None for at in times] == [True, True, False]
 
     asyncio.run(main())
+
+
+def test_fetched_training_results_leave_the_memory(tmp_path: Path) -> None:
+    """They are read from the store after that. Break `mark_fetched`: leave out `_forget`."""
+
+    async def main() -> None:
+        async with api(tmp_path) as app:
+            model = await app.model()
+            promise = (await app.post("forward_backward", pass_body(model, 1))).json()
+            first = await app.result(promise)
+            assert not app.service.futures.knows(promise["request_id"], "local")
+            again = await app.result(promise)
+            assert (again.status_code, again.content) == (200, first.content)
+
+    asyncio.run(main())

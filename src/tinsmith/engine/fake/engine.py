@@ -3,7 +3,8 @@
 The model is a bigram model (`fake.model`) with LoRA adapters. Losses, gradients, AdamW, seeds, versions and files are
 real and deterministic; only the language is not.
 
-Passes are computed datum by datum, so the result of a request never depends on other requests.
+Passes are computed datum by datum, so the result of a request never depends on other requests. Files are read and
+written in threads, because the API shares this event loop: a sync of the disk would delay every other request.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from tinsmith.engine.custom_loss.process import LossProcess
 from tinsmith.engine.fake.losses import DatumLoss, builtin_loss, custom_loss
 from tinsmith.engine.fake.model import HIDDEN, BigramModel, FakeAdapter, Sampling, entropy, read_adapter, write_adapter
 from tinsmith.engine.fake.shadow import FakeStart, shadow_result
-from tinsmith.engine.training.loss_specs import CUSTOM, SHADOW
+from tinsmith.engine.fake.versions import FakeVersions
+from tinsmith.engine.training.loss_specs import CUSTOM, SHADOW, needs_entropy
 from tinsmith.engine.training.shadow_plan import cross_entropy_pass, shadow_settings
-from tinsmith.errors import BadRequest, EngineError, Gone, TinsmithError
+from tinsmith.errors import BadRequest, EngineError, TinsmithError
 
 
 @dataclass(slots=True)
@@ -66,14 +68,15 @@ Block = tuple[slice, np.ndarray, np.ndarray]
 """Positions of a datum, their hidden states and their log-softmax."""
 
 
-def _read_logprobs(datum: Datum, blocks: Iterable[Block]) -> tuple[np.ndarray, np.ndarray]:
-    """The targets' logprobs, and the entropy of each position."""
+def _read_logprobs(datum: Datum, blocks: Iterable[Block], *, entropies: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """The targets' logprobs, and the entropy of each position, 0 without `entropies`."""
     targets = datum.targets.reshape(len(datum.targets), -1)
-    logprobs, entropies = np.empty(targets.shape, dtype=np.float64), np.empty(len(targets), dtype=np.float64)
+    logprobs, values = np.empty(targets.shape, dtype=np.float64), np.zeros(len(targets), dtype=np.float64)
     for rows, _, logp in blocks:
         logprobs[rows] = np.take_along_axis(logp, targets[rows], axis=1)
-        entropies[rows] = entropy(logp)
-    return logprobs.reshape(datum.targets.shape), entropies
+        if entropies:
+            values[rows] = entropy(logp)
+    return logprobs.reshape(datum.targets.shape), values
 
 
 class FakeEngine:
@@ -82,7 +85,7 @@ class FakeEngine:
     def __init__(self, config: EngineConfig) -> None:
         self._bigram = BigramModel(config.source)
         self._models: dict[str, _Model] = {}
-        self._versions: dict[str, FakeAdapter | Path] = {}
+        self._versions = FakeVersions()
         self._sampling: set[str] = set()
         self._losses = LossProcess()
 
@@ -158,10 +161,10 @@ class FakeEngine:
     async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
         model = self._model(model_id)
         moments = [*model.moments, np.asarray([model.steps], dtype=np.int64)] if optimizer else None
-        return write_adapter(to, model.weights, moments)
+        return await asyncio.to_thread(write_adapter, to, model.weights, moments)
 
     async def load(self, model_id: str, source: Path, *, optimizer: bool) -> None:
-        self._models[model_id] = _read_model(source, optimizer=optimizer)
+        self._models[model_id] = await asyncio.to_thread(_read_model, source, optimizer=optimizer)
 
     async def drop(self, model_id: str) -> None:
         self._models.pop(model_id, None)
@@ -181,7 +184,7 @@ class FakeEngine:
             blocks: Iterable[Block] = self._bigram.logprobs(datum.tokens, model.weights)
             if is_short := len(datum.tokens) <= self._bigram.rows:
                 blocks = list(blocks)
-            p, entropies = _read_logprobs(datum, blocks)
+            p, entropies = _read_logprobs(datum, blocks, entropies=needs_entropy(request))
             loss = evaluate(datum, p, entropies)
             for name, value in {"loss:sum": loss.loss, **loss.metrics}.items():
                 metrics[name] = metrics.get(name, 0.0) + value / (len(request.data) if name.endswith(":mean") else 1)
@@ -201,7 +204,8 @@ class FakeEngine:
     async def _run_shadow(self, request: Pass) -> PassResult:
         model = self._model(request.model_id)
         if request.start is not None:
-            model = _read_model(request.start, optimizer=shadow_settings(request).optimizer == "adam_inherit")
+            inherits = shadow_settings(request).optimizer == "adam_inherit"
+            model = await asyncio.to_thread(_read_model, request.start, optimizer=inherits)
 
         def gradient(data: Sequence[Datum], weights: FakeAdapter) -> list[np.ndarray]:
             grads = [np.zeros(weights.a.shape), np.zeros(weights.b.shape)]
@@ -250,36 +254,28 @@ class FakeEngine:
 
     async def capture(self, model_id: str, version: str) -> None:
         """Adapters are never changed in place, so a reference is enough."""
-        self._versions[version] = self._model(model_id).weights
+        self._versions.capture(version, self._model(model_id).weights)
 
     async def persist(self, version: str, to: Path) -> int:
-        return write_adapter(to, self._version(version), None)
+        return await self._versions.persist(version, to)
 
     async def attach(self, version: str, source: Path) -> None:
-        self._versions[version] = source
+        self._versions.attach(version, source)
 
     async def detach(self, version: str) -> None:
-        self._versions.pop(version, None)
+        self._versions.detach(version)
 
     async def cancel(self, request_id: str) -> None:
         """Make the request's `sample` call raise Gone at its next token."""
         self._sampling.discard(request_id)
 
     async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
-        weights = None if request.version is None else self._version(request.version)
-        sampling = Sampling(self._bigram, request, weights, lambda: request.request_id not in self._sampling)
         self._sampling.add(request.request_id)
         numbers = range(request.first_sample, request.first_sample + request.num_samples)
         try:
+            weights = None if request.version is None else await self._versions.adapter(request.version)
+            sampling = Sampling(self._bigram, request, weights, lambda: request.request_id not in self._sampling)
             sequences = [await sampling.sequence(index, on_delta) for index in numbers]
         finally:
             self._sampling.discard(request.request_id)
         return sampling.add_prompt_results(SampleResult(sequences=tuple(sequences)))
-
-    def _version(self, version: str) -> FakeAdapter:
-        adapter = self._versions.get(version)
-        if adapter is None:
-            raise Gone(f"The engine has no adapter version {version}.", "Attach it again.")
-        if isinstance(adapter, Path):
-            adapter = self._versions[version] = read_adapter(adapter)[0]
-        return adapter

@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 from typing_extensions import override
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tinsmith.service.limits.transport import JoinedWrites
+
 HEADER_BYTES = 64 * 2**10
 """Largest request line and headers of a request, together."""
 HEADERS = 128
@@ -123,7 +125,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(JoinedWrites(transport, self.loop))
         self._since = self.loop.time()
         refusal = self._connections.add(self, self.client[0] if self.client else "")
         if refusal is not None:

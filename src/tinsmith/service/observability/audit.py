@@ -15,10 +15,12 @@ from datetime import time as midnight
 from typing import Any
 
 from sqlalchemy import Connection, delete, select, update
+from sqlalchemy.dialects import postgresql
 
 from tinsmith.service.observability.metrics import Timeline
 from tinsmith.service.storage.database import uninterrupted
 from tinsmith.service.storage.records import Checkpoint, Model, SamplingSession
+from tinsmith.service.storage.row_statements import RowStatement
 from tinsmith.service.storage.store import Store, insert_into
 from tinsmith.service.storage.tables import AUDIT, SPANS, STORED, USAGE
 
@@ -32,6 +34,22 @@ PRUNE_S = 3600.0
 """Time between two deletions of old entries."""
 TRAINING_KINDS = ("forward", "forward_backward")
 """Token kinds that count as training."""
+_SPAN = tuple(SPANS.c.keys())
+_USAGE = tuple(USAGE.c.keys())
+_INSERT_USAGE = postgresql.insert(USAGE)
+_ADD_SPANS = RowStatement(
+    columns=_SPAN,
+    sqlite=f"INSERT INTO spans ({', '.join(_SPAN)}) VALUES {{rows}} ON CONFLICT DO NOTHING",
+    postgresql=postgresql.insert(SPANS).on_conflict_do_nothing(),
+)
+_ADD_USAGE = RowStatement(
+    columns=_USAGE,
+    sqlite=f"INSERT INTO usage ({', '.join(_USAGE)}) VALUES {{rows}} "
+    f"ON CONFLICT ({', '.join(_USAGE[:-1])}) DO UPDATE SET quantity = quantity + excluded.quantity",
+    postgresql=_INSERT_USAGE.on_conflict_do_update(
+        index_elements=_USAGE[:-1], set_={"quantity": USAGE.c.quantity + _INSERT_USAGE.excluded.quantity}
+    ),
+)
 
 
 class AuditLog:
@@ -204,14 +222,8 @@ def _write(
 ) -> None:
     if audits:
         db.execute(AUDIT.insert(), audits)
-    if spans:
-        db.execute(insert_into(db, SPANS).on_conflict_do_nothing(), spans)
-    if usage:
-        columns = ("owner", "hour", "kind", "base_model", "session_id")
-        insertion = insert_into(db, USAGE)
-        total = {"quantity": USAGE.c.quantity + insertion.excluded.quantity}
-        rows = [{**dict(zip(columns, key, strict=True)), "quantity": count} for key, count in usage.items()]
-        db.execute(insertion.on_conflict_do_update(index_elements=list(columns), set_=total), rows)
+    _ADD_SPANS.execute(db, [tuple(span[name] for name in _SPAN) for span in spans])
+    _ADD_USAGE.execute(db, [(*key, count) for key, count in usage.items()])
 
 
 def _write_storage(db: Connection, added: Sequence[dict[str, Any]], removed: set[str]) -> None:

@@ -38,7 +38,8 @@ class LogContext:
     request_id: str = ""
 
 
-_CONTEXT: ContextVar[LogContext] = ContextVar("log_context", default=LogContext())  # noqa: B039 - frozen
+_EMPTY = LogContext()
+_CONTEXT: ContextVar[LogContext] = ContextVar("log_context", default=_EMPTY)
 _ARRIVED: ContextVar[int] = ContextVar("arrived", default=0)
 
 
@@ -57,15 +58,21 @@ def log_context(request_id: str = "", owner: str = "") -> Iterator[None]:
         _CONTEXT.reset(token)
 
 
-@contextmanager
-def http_log_context() -> Iterator[None]:
-    """Context of an HTTP request that arrives now: its arrival time, and an empty log context."""
-    token = _ARRIVED.set(time.time_ns())
-    try:
-        with log_context():
-            yield
-    finally:
-        _ARRIVED.reset(token)
+class HttpLogContext:
+    """Context of an HTTP request that arrives now: its arrival time, and an empty log context.
+
+    A class, because every request has one: `contextmanager` takes five times as long.
+    """
+
+    __slots__ = ("_arrived", "_context")
+
+    def __enter__(self) -> None:
+        self._arrived = _ARRIVED.set(time.time_ns())
+        self._context = _CONTEXT.set(_EMPTY)
+
+    def __exit__(self, *_: object) -> None:
+        _CONTEXT.reset(self._context)
+        _ARRIVED.reset(self._arrived)
 
 
 def arrival_ns() -> int:

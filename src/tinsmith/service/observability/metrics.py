@@ -87,6 +87,7 @@ class Telemetry:
         description = "Mean |sampler's - trainer's logprob| of the sampled tokens of a forward_backward."
         self._mismatch = self._histogram("logprob_mismatch", description, MISMATCH_BUCKETS, "model")
         self._http = self._histogram("http_seconds", "Duration of HTTP requests.", SECONDS, "method", "route", "status")
+        self._delay = self._histogram("event_loop_delay_seconds", "Time by which the API's timers are late.", SECONDS)
 
     def request_accepted(self, request_id: str, owner: str, kind: str, model: str) -> None:
         """The request is accepted and queued."""
@@ -142,6 +143,10 @@ class Telemetry:
     def http_finished(self, method: str, route: str, status: int, seconds: float) -> None:
         """An HTTP request was answered."""
         self._labelled(self._http, method, route, str(status)).observe(seconds)
+
+    def loop_delayed(self, seconds: float) -> None:
+        """A timer of the event loop fired late: a request waited as long before anything was done for it."""
+        self._delay.observe(seconds)
 
     def scrape(self) -> bytes:
         """All metrics in the Prometheus text format."""
@@ -273,8 +278,11 @@ def _replica_gauges(pools: Mapping[str, SamplerPool]) -> Iterable[Metric]:
         yield family
 
 
-def http_gauges(connections: int, body_bytes: int) -> Iterable[Metric]:
-    """What clients hold of the server at the moment."""
+def http_gauges(connections: int, body_bytes: int, result_bytes: Mapping[str, int]) -> Iterable[Metric]:
+    """What clients hold of the server at the moment. `result_bytes`: by the place of the results."""
+    results = {(place,): size for place, size in result_bytes.items()}
+    text = "Results that clients may still fetch, besides those in the store."
+    yield _gauge("result_bytes", text, ("place",), results)
     yield _gauge("http_connections", "Open connections.", (), {(): connections})
     yield _gauge("http_body_bytes", "Large bodies that are received or processed.", (), {(): body_bytes})
 

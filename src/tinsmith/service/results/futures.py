@@ -1,37 +1,49 @@
 """Futures: results that were promised to clients, and the polls that wait for them.
 
-Results of training are also in the store; results of samples and of shadows are only here. A poll sleeps until the
-future is resolved, the hold time is over, or the server closes. Samples also appear in the completion log, and in the
-file of unfinished samples until their client knows that they ended.
+Results of training are also in the store; results of samples and of shadows are only here, in memory up to
+MEMORY_BYTES and then on disk. A poll sleeps until the future is resolved, the hold time is over, or the server closes.
+Samples also appear in the completion log, and in the file of unfinished samples until their client knows that they
+ended.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import logging
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from tinsmith.service.results.completion_log import Completion, CompletionLog
+from tinsmith.service.results.expiry import Expiry
+from tinsmith.service.results.result_files import ResultFiles, ResultPlace
 from tinsmith.service.results.unfinished_samples import UnfinishedSamples
 from tinsmith.service.storage.records import FutureResult
+
+log = logging.getLogger(__name__)
 
 FETCHED_S = 300.0
 """Time that a fetched sample stays: the response may have been lost on its way."""
 STORED_S = 60.0
-"""Time that a training result stays in memory; later it is read from the store."""
+"""Time that a training result which nobody fetches stays in memory; once fetched or later it is read from the store."""
+MEMORY_BYTES = 64 << 20
+"""Results in memory. When there are more, the oldest go to disk."""
+RETRY_S = 5.0
+"""Time between two attempts to write results to a failing disk."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Future:
     owner: str
+    stored: bool
     logged: bool
     kept_s: float
     result: FutureResult | None = None
-    waiters: set[asyncio.Future[None]] = field(default_factory=set)
+    place: ResultPlace | None = None
+    """Where the body of the result is; None if it is in memory."""
+    waiters: set[asyncio.Future[None]] | None = None
     """The polls that wait for the result."""
     fetched: bool = False
-    expiry: asyncio.TimerHandle | None = None
 
 
 class Futures:
@@ -43,8 +55,13 @@ class Futures:
         retention_s: float,
         unfinished: UnfinishedSamples,
         on_fetched: Callable[[str], None] = lambda request_id: None,
+        files: ResultFiles | None = None,
+        memory_bytes: int = MEMORY_BYTES,
     ) -> None:
-        """`on_fetched` is called with the id of a request whose result is stored, when the result is fetched."""
+        """`on_fetched` is called with the id of a request whose result is stored, when the result is fetched.
+
+        Without `files`, all results stay in memory.
+        """
         self._hold_s = hold_s
         self._retention_s = retention_s
         self._futures: dict[str, _Future] = {}
@@ -56,7 +73,19 @@ class Futures:
         self._is_closing = False
         self._unfinished = unfinished
         self._on_fetched = on_fetched
+        self._expiry = Expiry(self._forget, self._loop)
+        self._files, self._memory_limit = files, memory_bytes
+        self._in_memory: OrderedDict[str, None] = OrderedDict()
+        """Requests whose results are in memory, the oldest first."""
+        self.memory_bytes = 0
+        """Size of these results."""
+        self._spilling: asyncio.Task[None] | None = None
         self.completions = CompletionLog(self._forget_unfinished)
+
+    @property
+    def result_bytes(self) -> dict[str, int]:
+        """Size of the results, by where they are."""
+        return {"memory": self.memory_bytes, "disk": self._files.size_bytes if self._files is not None else 0}
 
     def open(self, request_id: str, owner: str, *, stored: bool, logged: bool = False) -> bool:
         """Promise a result. False if it is promised already.
@@ -68,7 +97,7 @@ class Futures:
         if logged:
             self._unfinished.add(request_id)
         kept_s = STORED_S if stored else self._retention_s
-        self._futures[request_id] = _Future(owner=owner, logged=logged, kept_s=kept_s)
+        self._futures[request_id] = _Future(owner=owner, stored=stored, logged=logged, kept_s=kept_s)
         self._pending[owner] += 1
         return True
 
@@ -78,12 +107,16 @@ class Futures:
         if future is None or future.result is not None:
             return
         future.result = result
-        _wake(future.waiters)
+        self._in_memory[request_id] = None
+        self.memory_bytes += len(result.body)
+        _wake(future.waiters or ())
         self._pending[future.owner] -= 1
         if future.logged:
             succeeded = result.status == 200 and not result.failed
             self.completions.add(Completion(request_id=request_id, size=len(result.body) if succeeded else None))
-        self._forget_in(future.kept_s, request_id, future)
+        self._expiry.start(request_id, future.kept_s)
+        if self.memory_bytes > self._memory_limit and self._files is not None and self._spilling is None:
+            self._spilling = asyncio.create_task(self._spill(self._files))
 
     def pending(self, owner: str) -> int:
         """Number of the owner's requests without a result."""
@@ -98,8 +131,11 @@ class Futures:
         """The result; None if the hold time is over, or the server closes, before there is one."""
         future = self._futures[request_id]
         if future.result is None:
+            future.waiters = set() if future.waiters is None else future.waiters
             await self._wait_in(future.waiters)
-        return future.result
+        if future.result is None or future.place is None or self._files is None:
+            return future.result
+        return replace(future.result, body=self._files.read(future.place))
 
     async def hold(self) -> None:
         """Wait for the hold time, or until the server closes."""
@@ -122,16 +158,21 @@ class Futures:
             waiters.discard(waiter)
 
     def mark_fetched(self, request_id: str) -> None:
-        """The result is on its way to the client. That of a sample stays for FETCHED_S in case it is lost."""
+        """The result is on its way to the client. That of a sample stays for FETCHED_S in case it is lost.
+
+        A stored result leaves the memory: a poll that repeats this one reads it from the store.
+        """
         future = self._futures.get(request_id)
         if future is None or not future.logged:
             self._on_fetched(request_id)
+            if future is not None and future.stored and future.result is not None:
+                self._forget(request_id)
             return
         if future.fetched:
             return
         future.fetched = True
         self.completions.acknowledge([request_id])
-        self._forget_in(min(FETCHED_S, self._retention_s), request_id, future)
+        self._expiry.start(request_id, min(FETCHED_S, self._retention_s))
 
     def acknowledge(self, request_ids: Iterable[str], owner: str) -> None:
         """Forget samples that the client has received; unfinished ids are ignored."""
@@ -167,22 +208,62 @@ class Futures:
         self._is_closing = True
         _wake(self._holding)
         for future in self._futures.values():
-            _wake(future.waiters)
+            _wake(future.waiters or ())
 
     def close(self) -> None:
-        """Close the file of unfinished samples, once everything has ended."""
+        """Close the files, once everything has ended."""
         self.wake_waiters()
+        self._expiry.close()
+        if self._spilling is not None:
+            self._spilling.cancel()
+        elif self._files is not None:
+            self._files.close()
         self._unfinished.close()
 
-    def _forget_in(self, seconds: float, request_id: str, future: _Future) -> None:
-        if future.expiry is not None:
-            future.expiry.cancel()
-        future.expiry = self._loop.call_later(seconds, self._forget, request_id)
-
     def _forget(self, request_id: str) -> None:
+        self._expiry.stop(request_id)
         future = self._futures.pop(request_id, None)
-        if future is not None and future.expiry is not None:
-            future.expiry.cancel()
+        if future is None or future.result is None:
+            return
+        self._leave_memory(request_id, future.result)
+        if future.place is not None and self._files is not None:
+            self._files.remove(future.place)
+
+    def _leave_memory(self, request_id: str, result: FutureResult) -> None:
+        if request_id in self._in_memory:
+            del self._in_memory[request_id]
+            self.memory_bytes -= len(result.body)
+
+    async def _spill(self, files: ResultFiles) -> None:
+        """Move the oldest results to disk until the others fit in memory; forget those that the store has."""
+        try:
+            while self.memory_bytes > self._memory_limit:
+                request_id = next(iter(self._in_memory))
+                future = self._futures[request_id]
+                if future.stored:
+                    self._forget(request_id)
+                    continue
+                try:
+                    await self._move_to_disk(request_id, future, files)
+                except OSError as error:
+                    log.warning("Results stay in memory, since the data folder cannot be written: %s", error)
+                    await asyncio.sleep(RETRY_S)
+        finally:
+            self._spilling = None
+
+    async def _move_to_disk(self, request_id: str, future: _Future, files: ResultFiles) -> None:
+        assert future.result is not None
+        place = files.reserve(len(future.result.body))
+        try:
+            await asyncio.to_thread(files.write, place, future.result.body)
+        except OSError:
+            files.remove(place)
+            raise
+        if self._futures.get(request_id) is not future:  # it was forgotten meanwhile
+            files.remove(place)
+            return
+        self._leave_memory(request_id, future.result)
+        future.result, future.place = replace(future.result, body=b""), place
 
 
 def _wake(waiters: Iterable[asyncio.Future[None]]) -> None:

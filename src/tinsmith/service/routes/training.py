@@ -376,6 +376,6 @@ async def unload_model(tenant: Tenant, service: ServiceDep, body: RawBody) -> di
     if model.state != "ended":
         service.worker(model.base_model).unload(model)
     request_id = f"{model.id}:unload"
-    service.futures.open(request_id, tenant, stored=True)
+    service.futures.open(request_id, tenant, stored=False)
     service.futures.resolve(request_id, FutureResult.of({"model_id": model.id, "type": "unload_model"}))
     return {"request_id": request_id, "model_id": model.id}

@@ -19,6 +19,7 @@ from tinsmith.service.storage.memory import TABLES, Changes, Records, RecordT, S
 from tinsmith.service.storage.payload_files import INLINE_BYTES, PayloadFiles, PayloadPlace
 from tinsmith.service.storage.payloads import kind_of
 from tinsmith.service.storage.records import FutureResult, QueuedRequest
+from tinsmith.service.storage.row_statements import RowStatement
 from tinsmith.service.storage.tables import PAYLOADS, REQUESTS
 
 R = TypeVar("R")
@@ -26,11 +27,35 @@ REPLAYED = ("forward_backward", "step", "save_sampler")
 """Kinds of requests that a replay runs again; payloads of others are deleted when they have ended."""
 _INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 """Standard SQL has no upsert; these two databases have the same one."""
-_RESULT = {name: bindparam(f"new_{name}") for name in ("state", "batch", "done", "status", "media", "body")}
-_FINISH = update(REQUESTS).where(REQUESTS.c.id == bindparam("key"), REQUESTS.c.state == "pending").values(_RESULT)
-_FINISH_AND_DROP = _FINISH.values(payload=None)
-_DROP_FILE = delete(PAYLOADS).where(PAYLOADS.c.id == bindparam("key"))
-_FETCHED = update(REQUESTS).where(REQUESTS.c.id == bindparam("key")).values(fetched=bindparam("new_fetched"))
+_REQUEST = ("id", "owner", "model_id", "seq", "kind", "created", "state", "payload", "batch")
+_RESULT = ("state", "batch", "done", "status", "media", "body")
+_INSERT_REQUEST = RowStatement(
+    columns=_REQUEST,
+    sqlite=f"INSERT INTO requests ({', '.join(_REQUEST)}) VALUES {{rows}}",
+    postgresql=REQUESTS.insert(),
+)
+
+
+def _update_requests(columns: Sequence[str], *, is_pending: bool, drops_payload: bool = False) -> RowStatement:
+    """A statement that changes columns of requests; its rows are (id, new values)."""
+    statement = update(REQUESTS).where(REQUESTS.c.id == bindparam("key"))
+    statement = statement.values({name: bindparam(f"new_{name}") for name in columns})
+    changes = [f"{name} = new.column{number}" for number, name in enumerate(columns, 2)]
+    condition = "requests.id = new.column1"
+    if is_pending:
+        statement, condition = statement.where(REQUESTS.c.state == "pending"), f"{condition} AND state = 'pending'"
+    if drops_payload:
+        statement, changes = statement.values(payload=None), [*changes, "payload = NULL"]
+    return RowStatement(
+        columns=("key", *(f"new_{name}" for name in columns)),
+        sqlite=f"UPDATE requests SET {', '.join(changes)} FROM (VALUES {{rows}}) AS new WHERE {condition}",
+        postgresql=statement,
+    )
+
+
+_FINISH = _update_requests(_RESULT, is_pending=True)
+_FINISH_AND_DROP = _update_requests(_RESULT, is_pending=True, drops_payload=True)
+_FETCHED = _update_requests(("fetched",), is_pending=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +110,7 @@ class Batch:
         self._earlier = changed or {}
         self.changed: Changes = {}
         self._finished: list[FinishedRequest] = []
-        self._fetched: list[dict[str, Any]] = []
+        self._fetched: dict[str, float] = {}
         self.dropped_files = False
         """Whether payloads in files were deleted."""
 
@@ -121,7 +146,7 @@ class Batch:
 
     def mark_fetched(self, request_id: str, at: float) -> None:
         """Store when a result was fetched."""
-        self._fetched.append({"key": request_id, "new_fetched": at})
+        self._fetched[request_id] = at
 
     # Statements.
 
@@ -139,7 +164,7 @@ class Batch:
         for entry in in_files:
             assert self._files is not None
             entry.place = entry.place or self._files.append(entry.payload)
-        self.db.execute(REQUESTS.insert(), [_request_row(entry) for entry in rows])
+        _INSERT_REQUEST.execute(self.db, [_request_row(entry) for entry in rows])
         if in_files:
             self.db.execute(PAYLOADS.insert(), [_payload_row(entry) for entry in in_files])
         for entry in rows:
@@ -152,14 +177,13 @@ class Batch:
         replayed = [end for end in self._finished if _is_replayed(end)]
         ended = [end for end in self._finished if not _is_replayed(end)]
         for statement, requests in ((_FINISH, replayed), (_FINISH_AND_DROP, ended)):
-            if requests:
-                self.db.execute(statement, [_result_row(end) for end in requests])
-        passes = [{"key": end.request.id} for end in ended if isinstance(end.request.operation, Pass)]
+            rows = {end.request.id: _result_row(end) for end in reversed(requests)}  # the first result of a request
+            statement.execute(self.db, list(rows.values())[::-1])
+        passes = [end.request.id for end in ended if isinstance(end.request.operation, Pass)]
         if passes and self._files is not None:
-            self.db.execute(_DROP_FILE, passes)
+            self.db.execute(delete(PAYLOADS).where(PAYLOADS.c.id.in_(passes)))
             self.dropped_files = True
-        if self._fetched:
-            self.db.execute(_FETCHED, self._fetched)
+        _FETCHED.execute(self.db, list(self._fetched.items()))
         for kind, table in TABLES.items():
             changes = [(key, record) for (of_kind, key), record in self.changed.items() if of_kind is kind]
             if put := [_record_row(record) for _, record in changes if record is not None]:
@@ -195,19 +219,11 @@ def _column_value(value: Any) -> Any:
     return {field.name: getattr(value, field.name) for field in fields(value)} if isinstance(value, LoraSpec) else value
 
 
-def _request_row(entry: AcceptedRequest) -> dict[str, Any]:
-    request = entry.request
-    return {
-        "id": request.id,
-        "owner": request.owner,
-        "model_id": request.model_id,
-        "seq": request.seq,
-        "kind": kind_of(request.operation),
-        "created": time.time(),
-        "state": "pending",
-        "payload": entry.payload if entry.place is None else None,
-        "batch": 0,
-    }
+def _request_row(entry: AcceptedRequest) -> tuple[Any, ...]:
+    """Values of _REQUEST."""
+    request, payload = entry.request, entry.payload if entry.place is None else None
+    kind = kind_of(request.operation)
+    return request.id, request.owner, request.model_id, request.seq, kind, time.time(), "pending", payload, 0
 
 
 def _payload_row(entry: AcceptedRequest) -> dict[str, Any]:
@@ -220,13 +236,7 @@ def _is_replayed(end: FinishedRequest) -> bool:
     return not end.result.failed and kind_of(end.request.operation) in REPLAYED
 
 
-def _result_row(end: FinishedRequest) -> dict[str, Any]:
-    return {
-        "key": end.request.id,
-        "new_state": "failed" if end.result.failed else "done",
-        "new_batch": end.batch,
-        "new_done": time.time(),
-        "new_status": end.result.status,
-        "new_media": end.result.media,
-        "new_body": end.result.body,
-    }
+def _result_row(end: FinishedRequest) -> tuple[Any, ...]:
+    """The id of a request, and values of _RESULT."""
+    result, state = end.result, "failed" if end.result.failed else "done"
+    return end.request.id, state, end.batch, time.time(), result.status, result.media, result.body

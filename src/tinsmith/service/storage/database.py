@@ -45,15 +45,23 @@ _TRANSIENT_SQLITE_ERRORS = {
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY),
 }
 """Primary error codes for a locked file, and for a full or missing disk."""
+_MIN_SQLITE = (3, 33)
+"""First version with UPDATE … FROM."""
 R = TypeVar("R")
 
 
 def open_engine(data: Path, url: str | None) -> AsyncEngine:
-    """Connections to the database, none of them open yet. Raises ConfigError if PostgreSQL's driver is missing.
+    """Connections to the database, none of them open yet.
 
-    Error messages hide the values of their statement, which are tenants' data.
+    Error messages hide the values of their statement, which are tenants' data. Raises ConfigError if PostgreSQL's
+    driver is missing, or if Python's SQLite is too old.
     """
     if url is None:
+        if sqlite3.sqlite_version_info < _MIN_SQLITE:
+            raise ConfigError(
+                f"Python's SQLite is {sqlite3.sqlite_version}; 3.33 is needed.",
+                "Use a newer build of Python, or PostgreSQL: --database.",
+            )
         engine = create_async_engine(f"sqlite+aiosqlite:///{data / 'tinsmith.db'}", hide_parameters=True)
         event.listen(engine.sync_engine, "connect", _configure_sqlite)
         event.listen(engine.sync_engine, "begin", _begin_sqlite)

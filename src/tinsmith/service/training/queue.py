@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from tinsmith.engine.base import Pass
@@ -27,6 +27,11 @@ class RequestQueue:
         self._name, self._store, self._futures, self._telemetry = name, store, futures, telemetry
         self._states = states
         self.requests: dict[str, QueuedRequest] = {}
+        """Those that run included. Changed by `add`, `replace` and `remove` only."""
+        self._of_model: defaultdict[str, dict[str, QueuedRequest]] = defaultdict(dict)
+        """Requests by model; a fork is one of both its models."""
+        self._alone: set[str] = set()
+        """Requests that must run in a batch of their own."""
         self.deaths: Counter[str] = Counter()
         """Points of engine deaths by request id."""
         self.wake = asyncio.Event()
@@ -48,16 +53,39 @@ class RequestQueue:
     def add(self, request: QueuedRequest) -> None:
         """Queue a request."""
         self._order = max(self._order, request.order)
-        self.requests[request.id] = request
+        self.replace(request)
         self._added[request.id] = time.monotonic()
         if not isinstance(request.operation, UnloadModel | RestoreModel):
             self._telemetry.request_accepted(request.id, request.owner, kind_of(request.operation), self._name)
         self.wake.set()
 
+    def replace(self, request: QueuedRequest) -> None:
+        """Change a request, whose models stay."""
+        self.requests[request.id] = request
+        for model_id in _models(request):
+            self._of_model[model_id][request.id] = request
+        if request.alone:
+            self._alone.add(request.id)
+
     def remove(self, request: QueuedRequest) -> None:
         """Remove a request that has no result of its own."""
         self.requests.pop(request.id, None)
         self._added.pop(request.id, None)
+        self._alone.discard(request.id)
+        for model_id in _models(request):
+            self._of_model[model_id].pop(request.id, None)
+            if not self._of_model[model_id]:
+                del self._of_model[model_id]
+
+    @property
+    def must_isolate(self) -> bool:
+        """Whether a request must run in a batch of its own."""
+        return bool(self._alone)
+
+    def of_idle_models(self, busy: Collection[str]) -> Collection[QueuedRequest]:
+        """The requests of the models that are not busy: only these can start, and the others may be many."""
+        idle = [requests for model_id, requests in self._of_model.items() if model_id not in busy]
+        return {request.id: request for requests in idle for request in requests.values()}.values()
 
     def entries(self, running: Collection[str], now: float) -> Iterator[QueueEntry]:
         """Clients' requests in order of arrival; `running` are the ids of those that run."""
@@ -112,3 +140,7 @@ class RequestQueue:
             succeeded = isinstance(request.operation, Pass) and not result.failed
             tokens = {kind_of(request.operation): request.tokens} if succeeded else None
             self._telemetry.request_finished(request.id, result, tokens)
+
+
+def _models(request: QueuedRequest) -> tuple[str, ...]:
+    return (request.model_id, request.source) if request.source else (request.model_id,)

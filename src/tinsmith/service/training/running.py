@@ -27,6 +27,11 @@ class RunningGroups:
         """The ids of the running requests."""
         return {request.id for group in self._tasks.values() for request in group}
 
+    @property
+    def models(self) -> set[str]:
+        """The models of the running requests; a fork has two."""
+        return {name for group in self._tasks.values() for each in group for name in (each.model_id, each.source)}
+
     def start(self, group: Group, work: Coroutine[Any, Any, None]) -> None:
         """Run a group by `work`, which raises nothing."""
         task = asyncio.create_task(work)

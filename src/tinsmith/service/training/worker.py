@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 
@@ -250,12 +250,16 @@ class Worker:
 
     def _next_groups(self) -> Sequence[Group]:
         """The requests to start now. Requests that were running when an engine died run first, each by itself."""
-        requests, running = self._queue.requests.values(), self._running.groups
-        if not any(request.alone for request in requests):
+        if not self._queue.must_isolate:
             self.host.allow_sampling()  # samples wait until then, so that the next death has one possible cause
         if self._draining:
             return ()
-        requests = attended_first(requests, self._activity)
+        requests: Collection[QueuedRequest] = self._queue.requests.values()
+        if self._activity.abandoned():
+            requests = attended_first(requests, self._activity)
+        elif not self._queue.must_isolate:
+            requests = self._queue.of_idle_models(self._running.models)
+        running = self._running.groups
         groups = next_groups(requests, running, self._batch_tokens, self._last_shadow_owner)
         for group in groups:
             if group[0].in_background:
@@ -300,7 +304,7 @@ class Worker:
         `started` are the requests that the engine was given; `points` count against one that was alone there.
         """
         for request in self._queue.unfinished(batch):
-            self._queue.requests[request.id] = replace(request, alone=True)
+            self._queue.replace(replace(request, alone=True))
         for request in self._queue.unfinished(started):
             self._queue.deaths[request.id] += points
             if self._queue.deaths[request.id] >= MAX_DEATH_POINTS:
