@@ -17,11 +17,12 @@ help:  ## list the targets
 
 install: $(INSTALLED)  ## create $(VENV) for demo, tests and checks; the other targets do this first
 
-# Reinstalled when the requirements change. Torch goes first and alone, so that the other packages fit it.
+# Reinstalled when the requirements change. Torch goes first and alone, so that the other packages fit it. pip prints
+# errors only: it warns of an extra that a package spells in another way.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hub]'
+	$(BIN)/python -m pip install -qq --constraint constraints.txt torch
+	$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[dev,hub]'
 	touch $@
 
 vllm: $(VLLM)/.installed  ## create $(VLLM) with vLLM for CPUs, for `tinsmith serve --sampler vllm`

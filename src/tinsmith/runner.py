@@ -197,7 +197,10 @@ def api_key(base_url: str, variable: str = "TINKER_API_KEY") -> str:
     """The API key in the environment variable, or else in TRINITY_API_KEY, as Trinity-RFT documents it."""
     tinker, trinity = os.environ.get(variable, ""), os.environ.get("TRINITY_API_KEY", "")
     if not (tinker or trinity):
-        raise ConfigError(f"There is no API key for {base_url}.", f"Set {variable}.")
+        raise ConfigError(
+            f"There is no API key for {base_url}.",
+            f"Set {variable}. A Tinsmith server keeps its own in api-key of its data folder.",
+        )
     if tinker and trinity and tinker != trinity:
         sys.stderr.write(f"note: {variable} and TRINITY_API_KEY differ; {variable} is used\n")
     key = tinker or trinity

@@ -338,6 +338,7 @@ def test_debug_flag_prints_the_traceback(work, monkeypatch):
 
 def test_failed_service_start_prints_the_reason(work):
     done = tinsmith(work, "run", "small.yaml", "service.engine=torch", "service.source=/no/such.gguf", "folder=runs/no")
-    assert done.returncode == 1
-    assert "before it was ready" in done.stderr
+    assert done.returncode == 2
+    assert "error: The service did not start: " in done.stderr
+    assert "Its log is runs/no/service/serve.log." in done.stderr
     assert "Traceback" not in done.stderr

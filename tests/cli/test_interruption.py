@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import re
 import signal
 import subprocess
 import sys
@@ -107,6 +108,7 @@ def test_terminated_run_exits_with_75_and_is_continued(work):
     assert "The same command continues from there." in text
     again = tinsmith(work, "run", "small.yaml", "folder=runs/terminated")
     assert again.returncode == 0, again.stderr
+    assert re.search(rf"continuing at step \d+ of {STEPS}", again.stdout)
     steps = [row["step"] for row in metrics(work / "runs" / "terminated") if "reward/mean" in row]
     assert steps == list(range(1, STEPS + 1))
 

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from tinsmith.errors import EngineError
+from tinsmith.errors import ConfigError
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
@@ -42,14 +42,19 @@ def test_embedded_service_runs_for_the_block(tmp_path: Path) -> None:
     assert time.monotonic() - ending < 10
     assert_no_more_than(before)
     assert time.monotonic() - began < 30
-    assert "Ready" in (tmp_path / "serve.log").read_text()
+    log = tmp_path / "serve.log"
+    assert "Ready" in log.read_text()
+    assert "Other users of this machine" not in log.read_text()
+    assert log.stat().st_mode & 0o077 == 0
     assert not (tmp_path / "api-key").exists()
 
 
 def test_failed_start_raises_its_reason(tmp_path: Path) -> None:
     config = ServeConfig(models=("toy",), engine="fake", data=tmp_path)
-    with embedded(config), pytest.raises(EngineError, match="Another server uses"), embedded(config):
+    with embedded(config), pytest.raises(ConfigError) as error, embedded(config):
         pass
+    assert error.value.message == f"The service did not start: Another server uses {tmp_path}."
+    assert error.value.hint == f"End it, or give this one its own --data. Its log is {tmp_path / 'serve.log'}."
 
 
 def test_embedded_service_dies_with_its_parent(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 app = App(
     name="tinsmith",
-    help="RL post-training of language models on the Tinker API: the service and the training harness.",
+    help="RL post-training of language models on the Tinker API: the service and the training harness. "
+    "Start with tinsmith demo, or with tinsmith serve and any Tinker client.",
     help_epilogue="--debug with any command prints the traceback of an error.",
     help_format="plaintext",
     suppress_keyboard_interrupt=False,
@@ -89,7 +90,8 @@ def run(
         sample(run_file.settings, console)
         return
     settings, state = train(run_file.settings, console)
-    console.print(f"{_plain(settings.name)} is finished: {state.step} steps", highlight=False)
+    count = "1 step" if state.step == 1 else f"{state.step} steps"
+    console.print(f"{_plain(settings.name)} is finished: {count}", highlight=False)
     _print_results(settings, state, console)
 
 

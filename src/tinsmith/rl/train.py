@@ -155,7 +155,10 @@ async def _started(
     with logs.log_to_folder(folder.path, config.log_level):
         monitors.announce(config.monitors, folder.path, console)
         async with assemble(config, folder, connect, console, data, stop or StopSignal()) as run:
-            log.info("%s: starting at step %d of %d, in %s", config.name, run.steps().start, config.steps, folder.path)
+            start = run.steps().start
+            log.info("%s: starting at step %d of %d, in %s", config.name, start, config.steps, folder.path)
+            if 1 < start <= config.steps:
+                console.print(f"[dim]continuing at step {start} of {config.steps}[/]", highlight=False)
             with watch_event_loop(config.rollout.max_blocking):
                 yield run
 

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tinsmith.errors import EngineError, TinsmithError
+from tinsmith.errors import ConfigError, EngineError, TinsmithError, UserError
 from tinsmith.service.config import KEY_PREFIX, ServeConfig
 from tinsmith.settings import writable_folder
 
@@ -42,8 +42,8 @@ def embedded(config: ServeConfig) -> Iterator[tuple[str, str]]:
 
     A service that ends during the block is started again, on the same port; clients see a pause.
 
-    `config.host` and `config.port` are ignored. Without `config.api_key`, a key is generated. Raises EngineError with
-    the last lines of the log if the service does not start.
+    `config.host` and `config.port` are ignored. Without `config.api_key`, a key is generated. Raises the error of a
+    service that does not start, or EngineError with the last lines of its log.
     """
     key = config.api_key or KEY_PREFIX + secrets.token_urlsafe(32)
     config = config.model_copy(update={"host": "127.0.0.1", "port": 0, "api_key": key})
@@ -89,7 +89,7 @@ class _Service:
                 self._child = start_child(self._config, self._log_file)
             try:
                 url_of(self._child, self._log_file)
-            except (EngineError, ValueError) as error:
+            except (TinsmithError, ValueError) as error:
                 if not self._ending.is_set():
                     log.error("The service of this process did not start again: %s", error)
                 return
@@ -97,7 +97,7 @@ class _Service:
 
 def start_child(config: ServeConfig, log: Path) -> subprocess.Popen[bytes]:
     """Start a service; `url_of` waits until it is ready."""
-    with log.open("ab") as out:
+    with open(log, "ab", opener=_open_private) as out:
         child = subprocess.Popen(
             [sys.executable, "-m", "tinsmith.service.embedded"],
             stdin=subprocess.PIPE,
@@ -112,15 +112,24 @@ def start_child(config: ServeConfig, log: Path) -> subprocess.Popen[bytes]:
     return child
 
 
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def url_of(child: subprocess.Popen[bytes], log: Path) -> str:
-    """Wait for the child's URL. Raises EngineError if the child exits before it is ready."""
+    """Wait for the child's URL. Raises the child's error if it exits before it is ready."""
     assert child.stdout is not None
     line = child.stdout.readline()
     if not line:
         code = child.wait()
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
         raise EngineError(f"The embedded service exited with code {code} before it was ready:\n{tail}", f"See {log}.")
-    return str(json.loads(line)["url"])
+    answer = json.loads(line)
+    if "url" not in answer:
+        child.wait()
+        kind = ConfigError if answer["by_user"] else EngineError
+        raise kind(f"The service did not start: {answer['message']}", f"{answer['hint']} Its log is {log}.")
+    return str(answer["url"])
 
 
 def end_child(child: subprocess.Popen[bytes]) -> None:
@@ -166,6 +175,8 @@ def main() -> int:
         serve(config, on_ready=announce)
     except TinsmithError as error:
         sys.stderr.write(f"{error}\n")
+        answer = {"message": error.message, "hint": error.hint, "by_user": isinstance(error, UserError)}
+        os.write(ready, json.dumps(answer).encode() + b"\n")
         return 1
     return 0
 

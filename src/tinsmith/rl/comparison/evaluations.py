@@ -128,7 +128,7 @@ def print_tables(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print a table for each pair of models in the rows of comparison.json."""
     for first, second in dict.fromkeys((row["first"], row["second"]) for row in rows):
         table = Table(title=f"{second} against {first}", title_justify="left", box=box.SIMPLE_HEAD)
-        for name in ("", "first", "second", "difference (95 %)", "p", "+/=/-"):
+        for name in ("", first, second, "difference (95 %)", "p", "+/=/-"):
             table.add_column(name, no_wrap=bool(name), overflow="fold")
         for row in rows:
             if (row["first"], row["second"]) == (first, second):

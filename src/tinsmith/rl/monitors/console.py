@@ -44,7 +44,7 @@ class ConsoleMonitor(Monitor):
             transient=True,
             expand=True,
         )
-        self._bar = self._progress.add_task(info.name, total=info.steps, completed=info.start)
+        self._bar = self._progress.add_task(f"{info.name}  starting", total=info.steps, completed=info.start)
         if console.is_terminal:
             self._progress.start()
 

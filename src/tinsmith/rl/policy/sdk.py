@@ -38,20 +38,23 @@ def adam_params(optimizer: OptimizerConfig, learning_rate: float) -> tinker.Adam
 
 
 @asynccontextmanager
-async def translate_errors(action: str) -> AsyncIterator[None]:
-    """Raise errors of the SDK as TinsmithErrors that name `action`, such as "sampling"."""
+async def translate_errors(action: str, not_found: str = "") -> AsyncIterator[None]:
+    """Raise errors of the SDK as TinsmithErrors that name `action`, such as "sampling". `not_found` is the
+    hint of an error 404."""
     try:
         yield
     except tinker.AuthenticationError as error:
         raise UserError(
-            f"The server rejected the API key while {action}.", "Set TINKER_API_KEY to a valid key."
+            f"The server rejected the API key while {action}.",
+            "Set TINKER_API_KEY to a valid key. A Tinsmith server keeps its own in api-key of its data folder.",
         ) from error
     except tinker.RequestFailedError as error:
         kind = UserError if str(error.category) == "user" else TinsmithError
         raise kind(f"The server failed while {action}: {error.message}") from error
     except tinker.APIStatusError as error:
         kind = UserError if error.status_code < 500 else TinsmithError
-        raise kind(f"The server returned status {error.status_code} while {action}: {_message(error)}") from error
+        hint = not_found if error.status_code == 404 else ""
+        raise kind(f"The server returned status {error.status_code} while {action}: {_message(error)}", hint) from error
     except (RetryableException, ValueError) as error:  # raised by polls for a result that the server does not have
         if isinstance(error, ValueError) and "retrieving result" not in str(error):
             raise

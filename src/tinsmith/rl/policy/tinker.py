@@ -133,14 +133,15 @@ class TinkerPolicy(Policy):
         Raises ConfigError if no server responds, UserError if the server rejects the model or the key.
         """
         routed = config.router_replay != "none"
-        metadata = SESSION_METADATA if routed else None
-        async with open_session(f"creating the model {config.name}", base_url, api_key, metadata) as service:
+        metadata, action = SESSION_METADATA if routed else None, f"creating the model {config.name}"
+        async with open_session(action, base_url, api_key, metadata) as service:
             if routed:
                 await check_routers(base_url, api_key, config.name)
             rest = await asyncio.to_thread(tinker.RestClient, base_url=base_url, api_key=api_key)
             watch = watch or ServerWatch()
             watch.attend(base_url, service.holder, rest.holder)
-            client = await watch.persist(lambda: _training_client(service, config, seed, state))
+            async with translate_errors(f"{action} at {base_url}", not_found=_not_served(config, state)):
+                client = await watch.persist(lambda: _training_client(service, config, seed, state))
             chat, server_extensions = await load_chat(config, client), await extensions(base_url, api_key)
             address = (base_url, api_key)
             return cls(service, rest, client, chat, version, config, server_extensions, address, watch)
@@ -364,6 +365,13 @@ def _result(gradient: tinker.ForwardBackwardOutput) -> UpdateResult:
 
 def _logprobs(output: tinker.ForwardBackwardOutput) -> tuple[np.ndarray, ...]:
     return tuple(np.asarray(outputs["logprobs"].to_numpy(), np.float32) for outputs in output.loss_fn_outputs)
+
+
+def _not_served(config: ModelConfig, state: str) -> str:
+    """What to do if the server does not know the base model."""
+    if state or config.load_from:
+        return ""
+    return f"Set model.name to a model that it serves, or start it with tinsmith serve --model {config.name}."
 
 
 async def _training_client(
