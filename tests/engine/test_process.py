@@ -22,6 +22,7 @@ from tests.engine.sampling.helpers import assert_same_samples, sample_request
 from tinsmith.engine.autotune import set_matmul_precision
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.liveness import ProcessEnd, Pulse
 from tinsmith.engine.process import LENGTH_PREFIX
 from tinsmith.engine.remote import RemoteEngine
 from tinsmith.errors import ConfigError, EngineDied, NotFound, TinsmithError
@@ -128,6 +129,48 @@ def test_death_of_the_child_fails_all_calls(tiny_llama: Path, wait: Any):
         await engine.close()
 
     wait(kill_engine())
+
+
+class LostChild:
+    """A process whose connection has closed and whose exit status nobody knows yet."""
+
+    pid, code = 0, None
+
+    def __init__(self) -> None:
+        self.died = asyncio.Event()
+
+    def kill(self) -> None:
+        pass
+
+
+class Sink:
+    """The writing end of a connection."""
+
+    def write(self, data: bytes) -> None:
+        pass
+
+    async def drain(self) -> None:
+        pass
+
+
+def test_kill_during_the_wait_for_a_reason_fails_all_calls(wait: Any):
+    """Fails without the inner `finally` of `_listen`: a group is killed when one rank of several has just ended."""
+
+    async def kill() -> None:
+        reader = asyncio.StreamReader()
+        engine = RemoteEngine(None, LostChild(), reader, Sink(), Pulse())  # type: ignore[arg-type]
+        call = asyncio.create_task(engine.step("m", AdamParams(learning_rate=1.0)))
+        await asyncio.sleep(0)
+        reader.feed_eof()
+        for _ in range(5):  # the listener now waits for the exit status
+            await asyncio.sleep(0)
+        assert not engine.died.is_set()
+        engine.kill(ProcessEnd("killed by the test", from_outside=True))
+        with pytest.raises(EngineDied, match="killed by the test"):
+            await asyncio.wait_for(call, 60)
+        assert engine.died.is_set()
+
+    wait(kill())
 
 
 @pytest.mark.parametrize("whose", ["ours", "theirs"])

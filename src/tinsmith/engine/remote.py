@@ -332,12 +332,14 @@ class RemoteEngine(EngineCalls):
             log.exception("A message of the engine process %d cannot be decoded; the process is restarted.", self.pid)
             self.end = ProcessEnd("it sent a message that cannot be decoded", from_outside=False)
         finally:
-            if self.end is None:
-                self.end = await _end_of(self._child, self.pulse)
-            self.died.set()
-            for _, reply in self._calls.values():
-                if not reply.done():
-                    reply.set_exception(self._death())
+            try:
+                if self.end is None:
+                    self.end = await _end_of(self._child, self.pulse)
+            finally:  # `kill` may come in between
+                self.died.set()
+                for _, reply in self._calls.values():
+                    if not reply.done():
+                        reply.set_exception(self._death())
 
     def _deliver(self, number: int, ok: bool, value: Any) -> None:
         """Pass a delta, a result or an error to the call that waits for it."""
@@ -349,11 +351,7 @@ class RemoteEngine(EngineCalls):
 
     def _death(self) -> EngineDied:
         end = self.end or process_end(None, memory_ran_out=False)
-        return EngineDied(
-            f"The engine process has ended ({end.text}).",
-            _RETRY,
-            from_outside=end.from_outside,
-        )
+        return EngineDied(f"The engine process has ended ({end.text}).", _RETRY, from_outside=end.from_outside)
 
 
 async def _end_of(child: EngineProcess, pulse: Pulse) -> ProcessEnd:
