@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,35 @@ def test_process_ends_with_a_killed_parent() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    assert psutil.wait_procs([child], timeout=5)[1] == []
+
+
+SLOW = """
+import os, time
+from pathlib import Path
+Path(os.environ["SLOW_FILE"]).write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+def test_process_that_still_imports_ends_with_a_killed_parent(tmp_path: Path) -> None:
+    """Fails if `start_child` runs the module itself: torch takes seconds to import, on a busy machine tens of them."""
+    (tmp_path / "slow_program.py").write_text(SLOW)
+    file = tmp_path / "pid"
+    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "SLOW_FILE": str(file)}
+    program = (
+        "import asyncio; from tinsmith.engine.cluster.placement import Program, Subprocesses;"
+        f"start = lambda seats: seats[0].start(Program(module='slow_program', environment={environment!r}), 1);"
+        "run = lambda: Subprocesses().seats(1, name='worker');"
+        "loop = asyncio.new_event_loop(); loop.run_until_complete(start(loop.run_until_complete(run())))"
+    )
+    with subprocess.Popen([sys.executable, "-c", program]) as parent:
+        end = time.monotonic() + 60
+        while not (file.is_file() and file.read_text()):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        child = psutil.Process(int(file.read_text()))
         parent.kill()
     assert psutil.wait_procs([child], timeout=5)[1] == []
 

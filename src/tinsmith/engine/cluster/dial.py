@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import hashlib
 import hmac
 import os
@@ -28,6 +27,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from tinsmith.engine.cluster.entry import end_with_thread_of_parent
 from tinsmith.errors import EngineDied
 
 TOKEN_BYTES = 32
@@ -44,7 +44,6 @@ PARENT_POLL_S = 0.2
 _PORT = struct.Struct("<I")
 _GENERATION = struct.Struct("<Q")
 _DIGEST_BYTES = hashlib.sha256().digest_size
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +140,7 @@ def end_with_parent() -> None:
     The system does so on Linux, when the thread that forked ends. Elsewhere, and where the parent ended before, a
     thread sees another parent or the end of standard input, which the parent holds open.
     """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_thread_of_parent()
     parent = os.getppid()
 
     def watch() -> None:

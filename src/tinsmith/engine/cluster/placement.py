@@ -2,7 +2,7 @@
 
 `Places` gives seats, a `Seat` starts processes, and a `PlacedProcess` is one of them: where it listens, and when it
 ended. `Subprocesses` are the seats of this machine, without Ray; `machines.ray_places` has those of a Ray cluster. A
-process that is started runs `python -m MODULE`, whose first call is `dial.Entrance.open()`, and ends with its starter.
+process that is started runs a module (`entry`) whose first call is `dial.Entrance.open()`, and ends with its starter.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Program:
     """A program for a seat."""
 
     module: str
-    """Run as `python -m MODULE`."""
+    """Run as `python -m tinsmith.engine.cluster.entry MODULE`."""
     payload: bytes = b""
     """Data that it finds in its ticket."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -90,6 +90,10 @@ class Seat(Protocol):
 
         Raises EngineDied if it ends before, or if the seat's machine is gone.
         """
+        ...
+
+    async def has_place(self) -> bool:
+        """Whether it has a machine; that of a seat which has lost its own may take a moment to be found."""
         ...
 
     async def free_port(self) -> int:
@@ -158,6 +162,9 @@ class SubprocessSeat:
         self.process = Subprocess(child, Address(self.host, port), ticket)
         return self.process
 
+    async def has_place(self) -> bool:
+        return True
+
     async def free_port(self) -> int:
         return free_port(self.host)
 
@@ -223,7 +230,7 @@ async def start_child(
     """
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", program.module),
+        *(sys.executable, "-m", "tinsmith.engine.cluster.entry", program.module),
         stdin=subprocess.PIPE,  # stays open: the child ends when it closes
         stdout=subprocess.PIPE,
         stderr=log,
