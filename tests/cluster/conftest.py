@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -57,6 +58,13 @@ def ray_cluster() -> Iterator[RayCluster]:
     """The cluster; its address is for `cluster.address`."""
     if find_spec("ray") is None:
         pytest.skip("Ray is not installed: pip install 'tinsmith[cluster]'")
+    with running_cluster() as cluster:
+        yield cluster
+
+
+@contextmanager
+def running_cluster() -> Iterator[RayCluster]:
+    """A cluster of three nodes for the duration of the block."""
     folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # short: UNIX sockets allow 107 bytes
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**ENVIRONMENT, "RAY_gcs_storage_path": f"{folder}/gcs"}.items():

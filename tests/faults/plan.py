@@ -11,10 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 KILLS = ("kill_api", "kill_engine", "kill_both")
-PROCESS_KILLS = ("kill_process",)
-"""Kills of one process of an engine that consists of several (tests/cluster)."""
+PROCESS_KILLS = ("kill_process", "stall_process")
+"""Deaths of one process of an engine that consists of several (tests/cluster); one that is stalled is killed by the
+watchdog."""
+MACHINE_KILLS = ("kill_keeper", "kill_raylet", "kill_head")
+"""Kills of what belongs to a Ray cluster (tests/cluster)."""
 STOPS = ("stop_api", "stop_engine", "stall_engine")
 """`stall_engine` stops the engine until the watchdog kills it."""
+PART_STOPS = ("stop_process", "stop_keeper", "stop_raylet")
+"""Stops of one of several."""
+PARTS = (*PROCESS_KILLS, *MACHINE_KILLS, *PART_STOPS)
+"""Faults of a part of the engine. Those that are not early wait until all of it is up again."""
 REQUEST_FAULTS = (
     "delay",
     "cut_before",
@@ -33,7 +40,7 @@ WEIGHTS: Mapping[str, int] = {
 }
 DURATIONS_S: Mapping[str, tuple[float, float]] = {
     "stop_api": (0.05, 1.5),
-    "stop_engine": (0.05, 1.5),
+    **dict.fromkeys(("stop_engine", *PART_STOPS), (0.05, 1.5)),
     "delay": (0.05, 0.5),
     "duplicate_later": (0.1, 1.5),
     "disk_full": (0.2, 1.0),
@@ -58,6 +65,8 @@ class Fault:
     """Of a kill: it does not wait until the service is ready again after the previous fault."""
     offset_s: float = 0.0
     """Of `clock`: the wall clock's offset from now on."""
+    choice: float = 0.0
+    """Which of several processes or machines, as a share of their number."""
 
     def __str__(self) -> str:
         extras = [f"for {self.lasts_s:.2f} s"] * bool(self.lasts_s) + [f"of {self.requests}"] * bool(self.requests)
@@ -97,5 +106,13 @@ def _draw(rng: random.Random, kind: str, longest_s: float) -> Fault:
     lasts_s = rng.uniform(*DURATIONS_S.get(kind, (0.0, 0.0)))
     requests = rng.randint(1, 6) if kind in REQUEST_FAULTS else 0
     offset_s = rng.uniform(*CLOCK_S) if kind == "clock" else 0.0
-    early = kind in KILLS and rng.random() < EARLY
-    return Fault(kind=kind, after_s=after_s, lasts_s=lasts_s, requests=requests, early=early, offset_s=offset_s)
+    early = kind in (*KILLS, *PARTS) and rng.random() < EARLY
+    return Fault(
+        kind=kind,
+        after_s=after_s,
+        lasts_s=lasts_s,
+        requests=requests,
+        early=early,
+        offset_s=offset_s,
+        choice=rng.random() if kind in PARTS else 0.0,
+    )

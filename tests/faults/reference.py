@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tinsmith.engine.base import AdamParams, Datum, Engine, LoraSpec, Pass, PassResult, SampleRequest
+from tinsmith.engine.cluster.config import ClusterConfig, RankConfig
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.process import build
 
@@ -28,9 +29,10 @@ Version = tuple[tuple[float, ...], tuple[int, ...]]
 class Reference:
     """The models of one tenant in an engine of its own."""
 
-    def __init__(self, config: EngineConfig, folder: Path) -> None:
+    def __init__(self, config: EngineConfig, folder: Path, cluster: ClusterConfig | None = None) -> None:
+        """`cluster`: that of the service, whose shards the engine takes over."""
         self._loop = asyncio.new_event_loop()
-        self._engine = self._run(_build(config))
+        self._engine = self._run(_build(config, cluster))
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._numbers = itertools.count()
@@ -111,8 +113,22 @@ class Reference:
         return self._loop.run_until_complete(work)
 
 
-async def _build(config: EngineConfig) -> Engine:
-    return build(config)
+async def _build(config: EngineConfig, cluster: ClusterConfig | None) -> Engine:
+    return lone_rank(config, cluster) if cluster is not None and cluster.is_group else build(config)
+
+
+def lone_rank(config: EngineConfig, cluster: ClusterConfig) -> Engine:
+    """A group of one rank in this process, with as many shards as those of `cluster` have together."""
+    from tests.engine.cluster.trainers.threads import Table, ThreadCollectives
+    from tinsmith.engine.cluster.trainers.rank import LeadingRank
+    from tinsmith.engine.cluster.trainers.ranks import Ranks
+    from tinsmith.engine.torch_engine import TorchEngine
+
+    shards = cluster.shards_of_rows(deterministic=True)
+    alone: Any = ThreadCollectives(0, Table(1))
+    settings = RankConfig(engine=config, cluster=ClusterConfig(shards=shards), rank=0, rendezvous="")
+    ranks = Ranks(settings, alone)
+    return LeadingRank(TorchEngine(config, exchange=ranks), ranks, alone)
 
 
 def digest(folder: Path) -> dict[str, str]:

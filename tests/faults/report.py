@@ -21,7 +21,15 @@ NAMES = {
     "stop_api": "SIGSTOP of the API process for up to 1.5 s",
     "stop_engine": "SIGSTOP of the engine for up to 1.5 s",
     "stall_engine": "SIGSTOP of the engine for good",
-    "watchdog": "… and the watchdog killed it",
+    "kill_process": "SIGKILL of one process of an engine of several: a rank or a replica",
+    "stop_process": "SIGSTOP of one for up to 1.5 s",
+    "stall_process": "SIGSTOP of one for good",
+    "watchdog": "… and the watchdog killed what was stopped for good",
+    "kill_keeper": "SIGKILL of a keeper",
+    "stop_keeper": "SIGSTOP of a keeper for up to 1.5 s",
+    "kill_raylet": "SIGKILL of a raylet, as of a machine; another joins",
+    "stop_raylet": "SIGSTOP of a raylet for up to 1.5 s",
+    "kill_head": "SIGKILL of Ray's head (GCS), which is started again",
     "cut_all": "all connections cut",
     "disk_full": "no file can grow for up to 1 s",
     "clock": "wall clock moved by up to 25 minutes",
@@ -65,12 +73,33 @@ def lines(reports: Sequence[Report]) -> list[str]:
         "|---|---|",
         *(f"| {name} | {count:,} |" for name, count in counts if count),
         "",
+        *_setups(reports),
         "| checked | count |",
         "|---|---|",
         *(f"| {name.replace('_', ' ')} | {count:,} |" for name, count in sorted(operations.items())),
         f"| checkpoints, equal in every byte | {sum(report.checkpoints for report in reports):,} |",
         f"| sessions | {sum(report.rounds for report in reports):,} |",
         *(["", "Violations:", "", *(f"- {violation}" for violation in violations)] if violations else []),
+    ]
+
+
+def _setups(reports: Sequence[Report]) -> list[str]:
+    """Tables of the runs by the processes of their engine, and of what faults came upon."""
+    rows = []
+    for processes in dict.fromkeys(report.processes for report in reports):
+        runs = [report for report in reports if report.processes == processes]
+        kills, stops = sum(run.kills for run in runs), sum(run.stops for run in runs)
+        engines = ", ".join(sorted({run.engine for run in runs}))
+        rows.append(f"| {processes} ({engines}) | {len(runs)} | {kills:,} | {stops:,} |")
+    during = sum((Counter(report.during) for report in reports), Counter[str]())
+    return [
+        "| engine | runs | kills | stops |",
+        "|---|---|---|---|",
+        *rows,
+        "",
+        *(["| under way at a kill or stop | times |", "|---|---|"] if during else []),
+        *(f"| {name.replace('_', ' ')} | {count:,} |" for name, count in during.most_common()),
+        *([""] if during else []),
     ]
 
 

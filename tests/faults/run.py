@@ -17,19 +17,32 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Protocol
 
 from tests.faults import laws
 from tests.faults.clients import Tenant
-from tests.faults.plan import KILLS, PROCESS_KILLS, REQUEST_FAULTS, STOPS, Fault, Plan
+from tests.faults.plan import (
+    KILLS,
+    MACHINE_KILLS,
+    PART_STOPS,
+    PROCESS_KILLS,
+    REQUEST_FAULTS,
+    STOPS,
+    Fault,
+    Plan,
+)
 from tests.faults.proxy import Proxy
 from tests.faults.reference import Reference
 from tests.faults.service import ServiceProcess
+from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.tenancy.keys import create_key, open_key_database
 
 ADMIN_KEY = "tml-admin-of-the-fault-suite"
 ENGINE_TIMEOUT_S = 3.0
 """Longer than a stop of the engine that is no stall."""
+GROUP_TIMEOUT_S = 12.0
+"""The same for processes that compute on busy cores."""
 END_S = 300.0
 """Longest time from the last fault until every tenant has finished its round."""
 
@@ -51,38 +64,70 @@ class Report:
     start_s: float
     """Median time of a start of the service after a kill."""
     violations: list[str] = field(default_factory=list)
+    processes: str = "one engine"
+    """Processes of its engine."""
+    during: dict[str, int] = field(default_factory=dict)
+    """Operations of tenants that were under way when a process was killed or stopped."""
 
     @property
     def kills(self) -> int:
         """Faults that killed a process or several."""
-        return sum(self.faults.get(kind, 0) for kind in (*KILLS, *PROCESS_KILLS))
+        return sum(self.faults.get(kind, 0) for kind in (*KILLS, *PROCESS_KILLS, *MACHINE_KILLS))
 
     @property
     def stops(self) -> int:
         """Faults that stopped a process for a while."""
-        return sum(self.faults.get(kind, 0) for kind in STOPS)
+        return sum(self.faults.get(kind, 0) for kind in (*STOPS, *PART_STOPS))
+
+
+class Machines(Protocol):
+    """The machines of a cluster, and faults of what belongs to them."""
+
+    def engines(self) -> list[int]:
+        """Process ids of the engine's processes on them."""
+        ...
+
+    def kill(self, kind: str, choice: float) -> None:
+        """Carry out one of MACHINE_KILLS; raises AssertionError if a process outlives it."""
+        ...
+
+    def stop(self, kind: str, choice: float) -> Callable[[], None]:
+        """SIGSTOP a keeper or a raylet. Returns a function that lets it continue."""
+        ...
 
 
 class Run:
     """A service, its proxy and its tenants."""
 
     def __init__(
-        self, folder: Path, plan: Plan, tenants: int, config: ServeConfig, *, sampling_tolerance: float = 0.0
+        self,
+        folder: Path,
+        plan: Plan,
+        tenants: int,
+        config: ServeConfig,
+        *,
+        sampling_tolerance: float = 0.0,
+        machines: Machines | None = None,
     ) -> None:
+        """`machines`: those of the cluster of `config`."""
         self._plan = plan
         self.config = config
-        self._service = ServiceProcess(config)
+        self._machines = machines
+        self._service = ServiceProcess(config, machines.engines if machines is not None else None)
         self._proxy = Proxy(plan.seed)
         self._proxy.forward_to(self._service.config.port)
         names = [f"tenant-{number}" for number in range(tenants)]
         keys = asyncio.run(_make_keys(config.data, names))
         [source] = config.sources()
-        self.references = [Reference(config.engine_config(source), folder / "reference" / name) for name in names]
+        self.references = [
+            Reference(config.engine_config(source), folder / "reference" / name, config.cluster) for name in names
+        ]
         self.tenants = [
             Tenant(name, self._proxy.url, key, plan.seed, reference, sampling_tolerance=sampling_tolerance)
             for name, key, reference in zip(names, keys, self.references, strict=True)
         ]
         self._done: Counter[str] = Counter()
+        self._during: Counter[str] = Counter()
 
     def run(self, on_fault: Callable[[int], None] = lambda number: None) -> Report:
         """Carry out the plan, check the laws, and end everything."""
@@ -107,6 +152,8 @@ class Run:
             checkpoints=sum(len(tenant.checkpoints) for tenant in self.tenants),
             start_s=round(median(self._service.starts_s), 2),
             violations=violations,
+            processes=_describe(self.config),
+            during=dict(self._during),
         )
 
     def _run(self, on_fault: Callable[[int], None]) -> list[str]:
@@ -147,20 +194,33 @@ class Run:
     def _apply(self, fault: Fault) -> None:
         if not fault.early:
             self._service.wait_until_ready()
+            if not self.config.cluster.is_single:
+                self._service.wait_until_loaded(self.config.cluster.trainers + self.config.cluster.samplers)
         time.sleep(fault.after_s)
+        if fault.kind not in REQUEST_FAULTS:
+            self._during.update(tenant.now for tenant in self.tenants)
+        self._carry_out(fault)
+        self._done[fault.kind] += 1
+
+    def _carry_out(self, fault: Fault) -> None:
         if fault.kind in KILLS:
             self._service.kill(api=fault.kind != "kill_engine", engine=fault.kind != "kill_api")
             if fault.kind != "kill_engine":
                 self._service.start()
-        elif fault.kind in PROCESS_KILLS:
-            self._service.kill_process(fault.after_s * 1000 % 1)
+        elif fault.kind == "kill_process":
+            self._service.kill_process(fault.choice)
+        elif fault.kind in MACHINE_KILLS:
+            assert self._machines is not None
+            self._service.note_death()
+            self._machines.kill(fault.kind, fault.choice)
         elif fault.kind in REQUEST_FAULTS:
             self._proxy.arm(fault.kind, fault.requests, fault.lasts_s)
+        elif fault.kind == "stall_process":
+            self._done["watchdog"] += self._service.stall_process(fault.choice)
         elif fault.kind == "stall_engine":
             self._done["watchdog"] += self._service.stall_engine()
         else:
             self._begin(fault)()
-        self._done[fault.kind] += 1
 
     def _begin(self, fault: Fault) -> Callable[[], None]:
         """Begin a fault that lasts. Returns a function that waits and ends it."""
@@ -168,14 +228,30 @@ class Run:
             return lambda: self._service.set_clock(fault.offset_s)
         if fault.kind == "cut_all":
             return self._proxy.cut_all
-        is_full = fault.kind == "disk_full"
-        undo = self._service.fill_disk() if is_full else self._service.stop(engine=fault.kind == "stop_engine")
+        if fault.kind == "disk_full":
+            undo = self._service.fill_disk()
+        elif fault.kind == "stop_process":
+            undo = self._service.stop_process(fault.choice)
+        elif fault.kind in PART_STOPS:
+            assert self._machines is not None
+            undo = self._machines.stop(fault.kind, fault.choice)
+        else:
+            undo = self._service.stop(engine=fault.kind == "stop_engine")
 
         def end() -> None:
             time.sleep(fault.lasts_s)
             undo()
 
         return end
+
+
+def _describe(config: ServeConfig) -> str:
+    """The processes of an engine, such as `2 trainers, 2 samplers, on Ray`."""
+    cluster = config.cluster
+    if cluster.is_single:
+        return "one engine"
+    trainers = f"{cluster.trainers} trainer{'s' * (cluster.trainers > 1)}"
+    return f"{trainers}, {cluster.samplers} samplers{', on Ray' * (cluster.address is not None)}"
 
 
 async def _make_keys(data: Path, names: list[str]) -> list[str]:
@@ -196,6 +272,13 @@ def fake_config(data: Path) -> ServeConfig:
         engine_timeout_s=ENGINE_TIMEOUT_S,
         log_level="warning",
     )
+
+
+def group_config(data: Path, model: Path, cluster: ClusterConfig) -> ServeConfig:
+    """A service of the model `toy` with several processes, in deterministic mode."""
+    config = torch_config(data, model)
+    changes = {"cluster": cluster, "deterministic": True, "pass_tokens": 64, "engine_timeout_s": GROUP_TIMEOUT_S}
+    return ServeConfig(**(config.model_dump() | changes))
 
 
 def torch_config(data: Path, model: Path) -> ServeConfig:

@@ -21,7 +21,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import psutil
 
@@ -36,6 +36,8 @@ from tinsmith.service.server import serve
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
 """Longest time until a started service is ready."""
+LOAD_S = 300.0
+"""The same for an engine of several processes, on machines that Ray may still be starting."""
 STALL_S = 20.0
 """Longest time until the watchdog has killed a stopped engine."""
 OFFSET = struct.Struct("d")
@@ -45,7 +47,9 @@ UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 class ServiceProcess:
     """A service on a data folder and a port, started again after each kill."""
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, engines: Callable[[], list[int]] | None = None) -> None:
+        """`engines`: finds the processes of its engine, where they are not near the API process."""
+        self._find_engines = engines or self._near_engines
         self.config = config.model_copy(update={"port": free_port()})
         config.data.mkdir(parents=True, exist_ok=True)
         self._log = config.data.parent / f"{config.data.name}.log"
@@ -80,7 +84,7 @@ class ServiceProcess:
 
         A service whose engine is killed while it loads ends; it is started again, as systemd would.
         """
-        end = time.monotonic() + START_S
+        end = time.monotonic() + (START_S if self.config.cluster.is_single else LOAD_S)
         while not self._ready.wait(0.05):
             assert self._popen is not None
             if self._engine_killed and self._popen.poll() is not None:
@@ -94,7 +98,7 @@ class ServiceProcess:
         engines = self.engines()
         if engine:
             _signal(engines, signal.SIGKILL)
-            self._engine_killed = not self._ready.is_set()
+            self.note_death()
         if api:
             assert self._popen is not None
             _signal([self._pid], signal.SIGKILL)
@@ -104,10 +108,33 @@ class ServiceProcess:
 
     def kill_process(self, choice: float) -> None:
         """SIGKILL one of the processes of the engine. `choice` (0 to 1) says which of those that run."""
+        _signal(self._chosen(choice), signal.SIGKILL)
+        self.note_death()
+
+    def note_death(self) -> None:
+        """A process of the engine was killed: a service that was loading it may end."""
+        self._engine_killed = self._engine_killed or not self._ready.is_set()
+
+    def stall_process(self, choice: float) -> bool:
+        """SIGSTOP one of the processes of the engine until the watchdog has killed it. Whether that has happened."""
+        pids = self._chosen(choice)
+        _signal(pids, signal.SIGSTOP)
+        self.note_death()
+        try:
+            return not psutil.wait_procs(_processes(pids), STALL_S)[1]
+        finally:
+            _signal(pids, signal.SIGCONT)
+
+    def stop_process(self, choice: float) -> Callable[[], None]:
+        """SIGSTOP one of the processes of the engine. Returns a function that lets it continue."""
+        pids = self._chosen(choice)
+        _signal(pids, signal.SIGSTOP)
+        return lambda: _signal(pids, signal.SIGCONT)
+
+    def _chosen(self, choice: float) -> list[int]:
+        """One of the processes of the engine; none if none runs."""
         pids = sorted(self.engines())
-        if pids:
-            _signal([pids[int(choice * len(pids)) % len(pids)]], signal.SIGKILL)
-            self._engine_killed = not self._ready.is_set()
+        return [pids[int(choice * len(pids))]] if pids else []
 
     def stop(self, *, engine: bool) -> Callable[[], None]:
         """SIGSTOP one of the processes. Returns a function that lets it continue."""
@@ -117,7 +144,7 @@ class ServiceProcess:
 
     def stall_engine(self) -> bool:
         """SIGSTOP the engine until the watchdog has killed it. Whether that has happened."""
-        self._wait_until_loaded()
+        self.wait_until_loaded()
         pids = self.engines()
         resume = self.stop(engine=True)
         try:
@@ -138,6 +165,10 @@ class ServiceProcess:
 
     def engines(self) -> list[int]:
         """Process ids of the running engines."""
+        return self._find_engines()
+
+    def _near_engines(self) -> list[int]:
+        """Children of the API process, or its siblings where tests/forkserver has forked it."""
         with suppress(psutil.NoSuchProcess):
             api = psutil.Process(self._pid)
             parent = api.parent()
@@ -155,14 +186,26 @@ class ServiceProcess:
         if self._popen is not None and self._popen.poll() is None:
             self.kill(engine=True)
 
-    def _wait_until_loaded(self) -> None:
-        """Wait until the engine, which may have been killed before, is loaded: loading has a longer time-out."""
-        end = time.monotonic() + START_S
+    def wait_until_loaded(self, count: int = 0) -> None:
+        """Wait until the engine, which may have been killed before, is loaded: loading has a longer time-out.
+
+        `count`: of its processes, all of which must run.
+        """
+        end = time.monotonic() + (START_S if self.config.cluster.is_single else LOAD_S)
         while time.monotonic() < end:
             with suppress(OSError), urlopen(f"http://127.0.0.1:{self.config.port}/readyz", timeout=5):
-                return
+                if self._running_parts() >= count:
+                    return
             time.sleep(0.05)
         self._fail()
+
+    def _running_parts(self) -> int:
+        """Processes of the engine that have loaded."""
+        request = Request(f"http://127.0.0.1:{self.config.port}/api/v1/admin/processes")
+        request.add_header("X-API-Key", self.config.api_key or "")
+        with urlopen(request, timeout=5) as answer:
+            models = json.load(answer)["base_models"]
+        return sum(process["is_up"] for model in models for process in model["processes"])
 
     def _end(self, popen: subprocess.Popen[bytes]) -> None:
         popen.wait()
@@ -205,7 +248,7 @@ def _processes(pids: list[int]) -> list[psutil.Process]:
 
 def _wait_for_end(pids: list[int]) -> None:
     """Wait until the processes have ended: nothing of them may write any more."""
-    _, alive = psutil.wait_procs(_processes(pids), timeout=20)
+    _, alive = psutil.wait_procs(_processes(pids), timeout=30)
     assert not alive, f"engines {alive} outlive their service"
 
 
