@@ -31,6 +31,7 @@ from transformers import AttentionInterface
 from typing_extensions import override
 
 from tinsmith.engine.model import flex_attention
+from tinsmith.engine.model.architectures.latents import Latents, to_cache
 from tinsmith.engine.model.attention_kernels import (
     additive_mask,
     attend,
@@ -61,8 +62,18 @@ _HARMLESS = {"dropout", "position_ids", "use_cache", "cache_position", "past_key
 class AttentionContext(Protocol):
     """Attention of one forward pass: which keys each query sees."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D]."""
+    @property
+    def cached_queries(self) -> int:
+        """About how many queries attend to each cached token; 0 if nothing is cached."""
+        ...
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, latents: Latents | None = None
+    ) -> Tensor:
+        """query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D].
+
+        `latents` is what a cache keeps of the tokens, if not keys and values.
+        """
         ...
 
 
@@ -91,6 +102,8 @@ def _attention(
             "Serve a model with another kind of attention.",
         )
     rule = AttentionRule(scaling, sliding_window, softcap, None if s_aux is None else s_aux.detach())
+    if latent_attention := vars(module).get("latent_attention"):
+        return latent_attention.attend(context, query, key, value, rule), None
     return context.attend(int(module.layer_idx), query, key, value, rule), None  # pyright: ignore[reportArgumentType]
 
 
@@ -116,9 +129,10 @@ class PackedAttention:
     device: torch.device
     save_kv: bool = False
     saved_kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Keys and values [1, Hkv, T, D] of each layer, if `save_kv`."""
+    """Keys and values [1, Hkv, T, D] of each layer, if `save_kv`, as `to_cache` gives them."""
     _calls: dict[tuple[int | None, bool], list[AttentionCall]] = field(default_factory=dict)
     """By window and whether products compute them: layers with the same rule share the masks."""
+    cached_queries: int = 0
 
     def calls(self, rule: AttentionRule) -> Sequence[AttentionCall]:
         """The calls of a layer with this rule."""
@@ -130,10 +144,12 @@ class PackedAttention:
             ]
         return self._calls[rule.window, products]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, latents: Latents | None = None
+    ) -> Tensor:
         """As `AttentionContext.attend`."""
         if self.save_kv:
-            self.saved_kv.append((key, value))
+            self.saved_kv.append(to_cache(key, value, latents))
         width = value.shape[3]
         query, key, value = equal_widths(query, key, value)
         calls = self.calls(rule)
@@ -188,7 +204,7 @@ def packed_attention(
 ) -> PackedAttention | flex_attention.FlexAttention:
     """Attention over `tree` with the fastest supported kernel. Masks are computed once for all layers of a rule.
 
-    With `save_kv`, the keys and values of each layer are kept for the KV cache.
+    With `save_kv`, the keys and values of each layer are to_cache for the KV cache.
     """
     if flex_attention.is_supported(dtype, device):
         return flex_attention.packed_attention(tree, device, save_kv)

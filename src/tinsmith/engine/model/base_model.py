@@ -32,6 +32,8 @@ class BaseModel:
     """Whether the residual stream is float32 for every dtype of the base."""
     recurrent: RecurrentShape | None = None
     """The states of its recurrent layers, if it has any."""
+    latent_width: int = 0
+    """Width of the latents that caches keep in place of keys and values; 0 for a model that has none."""
     routing: Routing = field(default_factory=Routing)
     """Recording and replay of its routers, if it has any."""
     vision: VisionTower | None = None

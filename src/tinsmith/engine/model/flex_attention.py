@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from tinsmith.engine.model.architectures.latents import Latents, to_cache
 from tinsmith.engine.model.attention_rule import AttentionRule
 from tinsmith.engine.model.packing import PackedRow, PackedTree, pack
 
@@ -57,11 +58,14 @@ class FlexAttention:
     saved_kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     masks: dict[int | None, BlockMask] = field(default_factory=dict)
     """By window."""
+    cached_queries: int = 0
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, latents: Latents | None = None
+    ) -> Tensor:
         """As `attention.AttentionContext.attend`."""
         if self.save_kv:
-            self.saved_kv.append((key, value))
+            self.saved_kv.append(to_cache(key, value, latents))
         if rule.window not in self.masks:
             self.masks[rule.window] = block_mask(self.tree, self.device, rule.window)
         call = flex_attention if query.device.type == "cpu" else _compiled()

@@ -27,8 +27,8 @@ from tinsmith.engine.base import ModelCard
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.images import tower
 from tinsmith.engine.images.tower import VisionTower
-from tinsmith.engine.model import footprint, quantization, self_check, support
-from tinsmith.engine.model.architectures import longrope
+from tinsmith.engine.model import attention, footprint, quantization, self_check, support
+from tinsmith.engine.model.architectures import latents, longrope
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.hybrid import gated_delta_net
 from tinsmith.engine.model.mixture import routing
@@ -128,6 +128,7 @@ def prepare(
         body=dict(body.named_children()).get("language_model", body),
         tokenizer=tokenizer,
         recurrent=recurrent,
+        latent_width=latents.install(model, attention.NAME),
         vision=vision,
     )
     self_check.check(base)

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tinsmith.engine.model.architectures.latents import Latents
 from tinsmith.engine.model.attention_kernels import (
     additive_mask,
     attend,
@@ -84,7 +85,8 @@ class _BankStep:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """query [B, Hq, D], key and value [B, Hkv, D] -> [rows, Hq, D]; widths of keys and values may differ."""
         keys, values = self.bank.content(layer)
-        for cache, new in ((keys, key), (values, value)):
+        # Values among the keys, those of latents, are written with them.
+        for cache, new in ((keys, key), (values, value)) if self.bank.shape.value_width else ((keys, key),):
             cache.view(-1, cache.shape[-1]).index_copy_(0, self.targets, new[self.tokens].flatten(0, 1))
         query = query[self.tokens]
         # Query heads that share a key head are rows of one small matrix: [rows Hkv, Hq / Hkv, D].
@@ -126,11 +128,14 @@ class DecodeAttention:
 
     rows: Sequence[CacheRow]
     _banks: list[_BankStep] = field(default_factory=list)
+    cached_queries: int = 1
 
     def __post_init__(self) -> None:
         self._banks.extend(_bank_steps(self.rows))
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, latents: Latents | None = None
+    ) -> Tensor:
         """query [1, Hq, B, D], key and value [1, Hkv, B, D] -> [1, B, Hq, D]."""
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         outputs = [bank.attend(layer, query, key, value, rule) for bank in self._banks]

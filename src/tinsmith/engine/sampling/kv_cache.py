@@ -42,6 +42,9 @@ class CacheShape:
     """Key and value heads."""
     key_width: int
     value_width: int
+    """0 for latents, whose first columns are the values."""
+    latent_width: int = 0
+    """How many columns; 0 where values are stored."""
     dtype: torch.dtype
     device: torch.device
 
@@ -82,6 +85,7 @@ def cache_shape(base: BaseModel) -> CacheShape:
         heads=heads,
         key_width=key_width,
         value_width=value_width,
+        latent_width=0 if value_width else base.latent_width,
         dtype=base.dtype,
         device=base.device,
     )
@@ -158,8 +162,8 @@ class Bank:
     def content(self, layer: int) -> tuple[Tensor, Tensor]:
         """Views of a layer's keys and values, one matrix for each row and head: [rows heads, capacity, width]."""
         matrices = len(self.rows) * self.shape.heads
-        keys, values = self._layers[layer]
-        return keys[:matrices], values[:matrices]
+        keys, values = (tensor[:matrices] for tensor in self._layers[layer])
+        return keys, keys[..., : self.shape.latent_width] if self.shape.latent_width else values
 
     def add(self, length: int) -> CacheRow:
         """Append a row, of which the caller writes the first `length` tokens."""

@@ -2,7 +2,7 @@
 
 All prompts are packed as one tree, so that common prefixes are computed once. Positions whose keys and values are in
 the prefix cache are left out of the pass, unless a request needs their hidden states; the other positions attend to
-them in place, without a copy. Keys and values of the pass are kept, to fill the cache rows of the sequences.
+them in place, without a copy. Keys and values of the pass are to_cache, to fill the cache rows of the sequences.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tinsmith.engine.images.rows import ImageTokens
 from tinsmith.engine.model import attention, flex_attention, packing
+from tinsmith.engine.model.architectures.latents import Latents, to_cache
 from tinsmith.engine.model.attention_kernels import (
     additive_mask,
     attend,
@@ -49,10 +50,11 @@ class KVSegment:
     def length(self) -> int:
         return self.stop - self.start
 
-    def in_layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values [heads, N, width]. The pass has `key` and `value` [1, heads, C, width]."""
+    def in_layer(self, layer: int, key: Tensor, value: Tensor, latents: Latents | None = None) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values [heads, N, width]; the pass has `key` and `value` [1, heads, C, width]."""
         keys, values = (key[0], value[0]) if self.node is None else (self.node.keys[layer], self.node.values[layer])
-        return keys[:, self.start : self.stop], values[:, self.start : self.stop]
+        keys, values = keys[:, self.start : self.stop], values[:, self.start : self.stop]
+        return (keys, values) if self.node is None or latents is None else latents.keys_values(keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +83,10 @@ class PrefilledPrompt:
 
     def head(self, length: int) -> PrefilledPrompt:
         """The first tokens of the prompt, for their keys and values."""
-        segments, start = list[KVSegment](), 0
+        segments, left = list[KVSegment](), length
         for segment in self.segments:
-            stop = min(segment.length, length - start)
-            if stop > 0:
-                segments.append(KVSegment(segment.node, segment.start, segment.start + stop))
-            start += segment.length
+            segments.append(replace(segment, stop=segment.start + min(segment.length, left)))
+            left -= segments[-1].length
         return replace(self, segments=tuple(segments), state=None)
 
     def routed_experts(self) -> np.ndarray | None:
@@ -94,12 +94,9 @@ class PrefilledPrompt:
         records = [
             self.pass_routed_experts if part.node is None else part.node.routed_experts for part in self.segments
         ]
-        parts = [
-            record[segment.start : segment.stop]
-            for record, segment in zip(records, self.segments, strict=True)
-            if record is not None
-        ]
-        return np.concatenate(parts) if len(parts) == len(records) else None
+        parts = zip(records, self.segments, strict=True)
+        present = [record[segment.start : segment.stop] for record, segment in parts if record is not None]
+        return np.concatenate(present) if len(present) == len(records) else None
 
     def write(self, keys: Tensor, values: Tensor, first: int = 0) -> None:
         """Copy keys and values from position `first` on into tensors [layers, heads, N, width]."""
@@ -172,8 +169,11 @@ def prefill_pass(prompts: Sequence[Prompt], base: BaseModel) -> PrefillPass:
         for span in tree.spans
         for start, stop in [np.searchsorted(computed, [span.start, span.stop])]
     ]
+    ends = {id(prompt.match.path[-1][0]) for prompt in prompts if prompt.match.path}
     context: Any = (
-        PrefixAttention(lambda window: list(_attention_calls(tree, computed, index, base, window)))
+        PrefixAttention(
+            lambda window: list(_attention_calls(tree, computed, index, base, window)), -(-len(computed) // len(ends))
+        )
         if index.nodes
         else attention.packed_attention(tree, base.dtype, device, save_kv=True)
     )
@@ -200,7 +200,7 @@ def prefill_pass(prompts: Sequence[Prompt], base: BaseModel) -> PrefillPass:
 def _states(
     prompts: Sequence[Prompt], tree: packing.PackedTree, computed: np.ndarray, taps: int, device: torch.device
 ) -> PackedStates:
-    """Recurrent layers of the pass: every prompt starts from the state of its match, and its end state is kept."""
+    """Recurrent layers of the pass: every prompt starts from the state of its match, and its end state is to_cache."""
     number = np.full(len(tree.tokens), -1)
     number[computed] = np.arange(len(computed))
     parents = parents_of(tree)[computed]
@@ -230,11 +230,10 @@ class _KVIndex:
         """Segments of the packed positions `path`, in order."""
         node, offset = self.node[path], self.offset[path]
         cuts = np.flatnonzero((np.diff(node) != 0) | (np.diff(offset) != 1)) + 1
+        bounds = pairwise([0, *cuts.tolist(), len(path)])
         return tuple(
-            KVSegment(
-                self.nodes[node[start]] if node[start] >= 0 else None, int(offset[start]), int(offset[stop - 1]) + 1
-            )
-            for start, stop in pairwise([0, *cuts.tolist(), len(path)])
+            KVSegment(self.nodes[node[at]] if node[at] >= 0 else None, int(offset[at]), int(offset[stop - 1]) + 1)
+            for at, stop in bounds
         )
 
 
@@ -275,10 +274,10 @@ class _AttentionCall:
 
 @dataclass(slots=True)
 class PrefixAttention:
-    """Attention of the pass over itself and the cached prefixes. Collects the keys and values of the pass, as
-    `attention.PackedAttention` does."""
+    """Attention of the pass over itself and cached prefixes; collects keys and values as `PackedAttention` does."""
 
     calls_in_window: Callable[[int | None], list[_AttentionCall]]
+    cached_queries: int
     saved_kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _calls: dict[int | None, list[_AttentionCall]] = field(default_factory=dict)
     """By window: layers with the same window share the masks."""
@@ -289,13 +288,15 @@ class PrefixAttention:
             self._calls[window] = self.calls_in_window(window)
         return self._calls[window]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, latents: Latents | None = None
+    ) -> Tensor:
         """query [1, Hq, C, D], key and value [1, Hkv, C, D] -> [1, C, Hq, D]."""
-        self.saved_kv.append((key, value))
+        self.saved_kv.append(to_cache(key, value, latents))
         output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
-        products = needs_products(rule, query.device)
+        products = needs_products(rule, query.device) or (latents is not None and latents.absorbs)
         for call in self.calls(rule.window):
-            keys_values = [segment.in_layer(layer, key, value) for segment in call.segments]
+            keys_values = [segment.in_layer(layer, key, value, latents) for segment in call.segments]
             folded = products or (query.device.type == "cpu" and call.stop - call.start <= MAX_FOLDED_QUERIES)
             compute = _attend_folded if folded else _attend_fused
             attended = compute(query[0, :, call.start : call.stop], keys_values, call.mask, rule)
@@ -366,8 +367,7 @@ def _windowed_call(
 
 
 def _trim_mask(allowed: np.ndarray) -> tuple[int, np.ndarray]:
-    """bool [Q, K] -> the number of keys that any query attends to, and the mask [Q, M] of the last M of them, from the
-    first key on to which not all queries attend."""
+    """bool [Q, K] -> number of keys that any query sees, and the mask [Q, M] from the first key that not all see."""
     keys = int(np.flatnonzero(allowed.any(0))[-1]) + 1
     partial = np.flatnonzero(~allowed[:, :keys].all(0))
     return keys, allowed[:, int(partial[0]) if partial.size else keys : keys]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from tinsmith.engine.model.architectures.latents import Latents
 from tinsmith.engine.model.attention_rule import AttentionRule
 from tinsmith.engine.model.hybrid.chunk_rule import HeadShape, chunk_rule
 from tinsmith.engine.model.hybrid.chunk_tensors import ChunkTensors
@@ -164,9 +165,16 @@ class HybridContext:
         """Keys and values of each attention layer."""
         return self.attention.saved_kv  # type: ignore[no-any-return]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+    @property
+    def cached_queries(self) -> int:
+        """As `AttentionContext.cached_queries`."""
+        return int(self.attention.cached_queries)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, latents: Latents | None = None
+    ) -> Tensor:
         """As `AttentionContext.attend`; `layer` is the number in the model."""
-        return self.attention.attend(self.shape.attention_layers[layer], query, key, value, rule)  # type: ignore[no-any-return]
+        return self.attention.attend(self.shape.attention_layers[layer], query, key, value, rule, latents)  # type: ignore[no-any-return]
 
     def mix(self, layer: int, inputs: MixerInputs) -> Tensor:
         """As `RecurrentContext.mix`; `layer` is the number in the model."""
