@@ -1,4 +1,8 @@
-"""Mode explore: sample into a buffer, with the weights that the training process publishes."""
+"""Mode explore: sample into a buffer, with the weights that the training process publishes.
+
+Several processes of this mode may sample for one run, on one machine or on many: each has a name, and draws its tasks
+from a record in the buffer (`rollouts/task_draws.py`). What a process has done is in the buffer, not in its folder.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,9 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 from rich.console import Console
 
+from tinsmith.errors import ConfigError
 from tinsmith.rl import metrics, monitors
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.data.tasks import TaskSampler
 from tinsmith.rl.ending.stop import StopRequested, StopSignal
 from tinsmith.rl.guards.watchdog import watch_event_loop
 from tinsmith.rl.monitors.base import Monitors, RunInfo
@@ -23,8 +27,10 @@ from tinsmith.rl.rollouts.progress import Batch
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.sampling_loop import SamplingLoop, TrainingEnded
+from tinsmith.rl.rollouts.task_draws import NameTakenError, SharedDraws
 from tinsmith.rl.run import folder_path
-from tinsmith.rl.run_folder import RunFolder
+from tinsmith.rl.run_folder import SETTINGS, RunFolder
+from tinsmith.rl.run_folder.agreement import agree
 from tinsmith.rl.run_parts import RunData, training_workflow
 from tinsmith.rl.train import resolve_steps, sampling_plan
 
@@ -35,25 +41,34 @@ async def explore(
     console: Console,
     stop: StopSignal | None = None,
 ) -> int:
-    """Start sampling, or resume after the last batch in the buffer. Returns the total number of batches sampled.
+    """Start sampling, or resume what a process of this name has begun. Returns the number of batches of the run so far.
 
     At `stop`, the batches in flight have the grace period to finish; the training process waits for a restart.
     """
     stop = stop or StopSignal()
     data = RunData(config)
     config = resolve_steps(config, data)
-    path = folder_path(config)
-    folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume is True, part="explore")
+    path, part = folder_path(config), f"explore-{config.sampler}" if config.sampler else "explore"
+    is_new = not (path / part / SETTINGS).exists()
+    folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume is True, part=part)
     path = folder.path
     try:
         buffer = buffers.build(config.buffer, path, config.name)
+        try:
+            same_data = {"seed": config.seed, "tasks (their number)": data.tasks[0].size}
+            await agree(buffer, config.model_dump(mode="json"), part, same_data)
+        except ConfigError:
+            await buffer.close()
+            if is_new:  # the same folder then takes the settings that the others have
+                (path / part / SETTINGS).unlink()
+            raise
         random.seed(config.seed)
         np.random.seed(config.seed % 2**32)
-        monitors.announce(config.monitors, path / "explore", console)
+        monitors.announce(config.monitors, path / part, console)
         clients = await connect()
         info = RunInfo(
-            name=f"{config.name} explore",
-            folder=path / "explore",
+            name=f"{config.name} {part}",
+            folder=path / part,
             steps=config.steps,
             settings=config.model_dump(mode="json"),
             decode=clients.chat.decode,
@@ -61,7 +76,9 @@ async def explore(
         run_monitors = monitors.build(config.monitors, info, console)
         resources = RolloutResources()
         try:
-            exploration = _Exploration(config, data.tasks[0], buffer, clients, run_monitors, resources)
+            notes = CoordinationNotes(buffer, config.sampler)
+            draws = SharedDraws(buffer, data.tasks[0], config.sampler, config.groups_per_step, config.seed)
+            exploration = _Exploration(config, buffer, notes, draws, clients, run_monitors, resources)
             with watch_event_loop(config.rollout.max_blocking):
                 return await exploration.run(console, stop)
         finally:
@@ -79,87 +96,67 @@ class _Exploration:
     def __init__(
         self,
         config: RunConfig,
-        task_sampler: TaskSampler,
         buffer: Buffer,
+        notes: CoordinationNotes,
+        draws: SharedDraws,
         clients: SamplingClients,
         run_monitors: Monitors,
         resources: RolloutResources,
     ) -> None:
-        self._config, self._buffer, self._monitors = config, buffer, run_monitors
-        self._notes = CoordinationNotes(buffer)
-        self._task_sampler = task_sampler
+        self._config, self._monitors = config, run_monitors
+        self._notes, self._draws = notes, draws
         self._status = SamplerStatus()
         runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
         clients.on_outage(runner.requests.suspend)
         self._rates = TokenRates(runner.requests)
         self._loop = SamplingLoop(
             training_workflow(config, resources),
-            self._task_sampler,
+            draws,
             lambda record: clients.open_checkpoint(record.path, record.version),
             sampling_plan(config),
             runner,
             buffer,
-            self._notes,
+            notes,
             capacity=config.buffer.capacity,
             timeout_hint="Check that the run's process of mode train is running; if it is, raise sync.timeout.",
             on_batch=self._on_batch,
         )
 
     async def run(self, console: Console, stop: StopSignal) -> int:
-        """Sample until all batches are done, training ends or `stop`. Returns the number of the last batch."""
+        """Sample until all batches are done, training ends or `stop`. Returns the number of batches in the buffer."""
         stop.begin("sampling stops after the batches in flight")
         steps = self._config.steps
         if 0 < (ended_before := (await self._notes.training()).ended_at) < steps:
             console.print(f"Training ended after step {ended_before}; start it with more steps too.", highlight=False)
-        self._status = await _last_status(self._buffer, self._notes)
-        self._loop.resume_after(self._status.done)
-        _restore_tasks(self._task_sampler, self._status)
+        self._status = SamplerStatus(done=await self._draws.start(await self._notes.former_sampling()))
         await self._notes.write_sampling(self._status)
         try:
             await self._loop.run(steps, ended_before, stop)
         except StopRequested:
             await self._loop.stop(stop.grace_left)
-            stop.stopped_at = f"batch {self._loop.done}"
-            return self._loop.done
+            stop.stopped_at = f"batch {self._status.done}"
+            return self._status.done
         except TrainingEnded as end:
             if end.step < steps:
                 console.print(f"Training ended after step {end.step}; sampling ends too.", highlight=False)
+        except NameTakenError:  # the status is that of the other process
+            raise
         except Exception as error:
             await self._loop.close()  # a batch in flight would replace the status
             await self._write_end("failed", str(error))
             raise
         finally:
             await self._loop.close()
+        await self._draws.end()
         await self._write_end("ended", "")
-        return self._loop.done
+        return self._status.done
 
-    def _on_batch(self, batch: Batch) -> SamplerStatus:
-        self._task_sampler.update(batch.groups)
-        self._status = _advanced(self._status, batch).model_copy(update={"order": self._task_sampler.state})
+    def _on_batch(self, batch: Batch, status: SamplerStatus) -> None:
+        self._status = status
         version = batch.groups[0].version
         self._monitors.metrics(
             batch.step, {**metrics.group_metrics(batch.groups, version), **batch.numbers, **self._rates.lap()}
         )
-        return self._status
 
     async def _write_end(self, state: str, reason: str) -> None:
         await self._notes.write_sampling(self._status.model_copy(update={"state": state, "reason": reason}))
-
-
-async def _last_status(buffer: Buffer, notes: CoordinationNotes) -> SamplerStatus:
-    """Status of an earlier process, including a batch that it put before it was killed without writing the status."""
-    status = await notes.sampling()
-    newest = max(await buffer.numbers(), default=0)
-    if newest > status.done:
-        status = _advanced(status, await buffer.get(newest))
-    return status.model_copy(update={"state": "under way", "reason": ""})
-
-
-def _advanced(status: SamplerStatus, batch: Batch) -> SamplerStatus:
-    """Status after `batch`. The cursor never decreases: a later batch may have replaced failed tasks earlier."""
-    return status.model_copy(update={"done": batch.step, "cursor": max(status.cursor, batch.cursor)})
-
-
-def _restore_tasks(task_sampler: TaskSampler, status: SamplerStatus) -> None:
-    if status.done:
-        task_sampler.restore(status.cursor, status.order)

@@ -48,9 +48,11 @@ from tinsmith.rl.rollouts.producer import SamplingPlan
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.sampling_loop import SamplingLoop
+from tinsmith.rl.rollouts.task_draws import LocalDraws
 from tinsmith.rl.rollouts.weight_sync import WeightPublisher
 from tinsmith.rl.run import Connect, Run, StepTimer, folder_path
 from tinsmith.rl.run_folder import RandomStates, RunFolder, State
+from tinsmith.rl.run_folder.agreement import agree
 from tinsmith.rl.run_folder.deferred import DeferredStates
 from tinsmith.rl.run_parts import RunData, connect_policy, eval_workflow_maker, training_workflow
 from tinsmith.rl.shadow.tinker import open_shadow
@@ -176,7 +178,7 @@ async def assemble(
     state = folder.state
     resources = await with_shadow(config, policy, resources)
     resources.store.update(state.store if state else {})
-    batches = _batch_source(config, folder, policy, task_sampler, runner, resources, stop)
+    batches = await _batch_source(config, folder, policy, task_sampler, runner, resources, stop)
     critic = await _critic(config, policy, state)
     reference = await _reference(config, policy, state)
     columns = _columns(config, policy, reference, critic, runner.requests)
@@ -286,7 +288,7 @@ def sampling_plan(config: RunConfig) -> SamplingPlan:
     )
 
 
-def _batch_source(
+async def _batch_source(
     config: RunConfig,
     folder: RunFolder,
     policy: Policy,
@@ -301,6 +303,8 @@ def _batch_source(
     plan = sampling_plan(config)
     buffer = buffers.build(config.buffer, folder.path, config.name)
     in_process = config.mode != "train"
+    if not in_process:
+        await agree(buffer, config.model_dump(mode="json"), "train")
     notes = CoordinationNotes(MemoryBuffer() if in_process else buffer)
     method = config.sync.method or ("memory" if in_process else "checkpoint")
     keep = config.sync.checkpoints_to_keep(config.staleness)
@@ -309,7 +313,7 @@ def _batch_source(
     if in_process:
         sampling = SamplingLoop(
             training_workflow(config, resources),
-            task_sampler,
+            LocalDraws(task_sampler, plan.groups, plan.seed),
             publisher.open,
             plan,
             runner,

@@ -118,3 +118,11 @@ def test_database_urls_use_the_installed_driver(tmp_path: Path):
     (source,) = read(tmp_path, (TASKSET, taskset)).settings.tasks.sources
     assert isinstance(source, Sql)
     assert (source.url, source.table) == ("postgresql+psycopg://me@here/tasks", "rows")
+
+
+def test_name_of_an_explorer_is_that_of_a_process(tmp_path: Path):
+    assert read(tmp_path, ("mode", "explore"), ("explorer.name", "b_2")).settings.sampler == "b_2"
+    assert read(tmp_path, ("mode", "explore"), ("explorer.name", "explorer")).settings.sampler == ""
+    assert read(tmp_path, ("explorer.name", "b_2")).settings.sampler == ""
+    with pytest.raises(ConfigError, match="'b 2' is part of names of files"):
+        read(tmp_path, ("mode", "explore"), ("explorer.name", "b 2"))

@@ -21,6 +21,7 @@ from tinsmith.rl.rollouts.producer import SamplingPlan
 from tinsmith.rl.rollouts.progress import Batch
 from tinsmith.rl.rollouts.runner import RolloutConfig, RolloutRunner
 from tinsmith.rl.rollouts.sampling_loop import SamplingLoop
+from tinsmith.rl.rollouts.task_draws import LocalDraws
 from tinsmith.rl.rollouts.weight_sync import SyncConfig, WeightPublisher, WeightSubscriber
 from tinsmith.rl.types import Rollout, Task, Turn
 
@@ -116,7 +117,7 @@ def batch_source(
     publisher = WeightPublisher(policy, notes, config.method or "memory", config.keep, None)
     sampling = SamplingLoop(
         workflow,
-        tasks or task_sampler(),
+        LocalDraws(tasks or task_sampler(), 4, 0),
         publisher.open,
         SamplingPlan(steps=steps, groups=4, size=2, staleness=staleness, seed=0, sync=config),
         RolloutRunner(RolloutConfig(**(rollout or {})), RequestLimit(100)),

@@ -305,7 +305,7 @@ class DynamicTimeout(Section):
 class Explorer(Section):
     """`explorer`."""
 
-    name: Annotated[str, Ignored("there are no named processes.")] = "explorer"
+    name: str = "explorer"
     mode: Annotated[str, Ignored(SET_BY_TRINITY)] = "both"
     runner_per_model: int = 8
     runner_prepare_concurrency: Annotated[int, Ignored(NO_RUNNERS)] = 8

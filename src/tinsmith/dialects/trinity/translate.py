@@ -6,6 +6,7 @@ file of its own, with its sections in place of the file's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -143,13 +144,26 @@ def _mode(file: TrinityFile) -> Translation:
         command = f"tinsmith serve --model {base_model} --host {explorer.listen_address} --port {explorer.proxy_port}"
         problem = "serving is a separate command, with the OpenAI API beside the Tinker API."
         return fault("mode", problem, f"Use: {command}")
-    result = settings({"mode": "both" if file.mode == "colocate" else file.mode})
+    result = settings({"mode": "both" if file.mode == "colocate" else file.mode}) + _explorer(file)
     if name in SUPERVISED and file.mode not in ("train", "bench"):
         result += fault("mode", f"{name} trains on demonstrations, not on rollouts.", "Set mode: train.")
     if file.mode == "train" and not file.buffer.train_batch_size:
         fix = "Set it to the number of replies in a training step."
         result += fault("buffer.train_batch_size", "mode train needs it.", fix)
     return result
+
+
+@translates(Explorer, name="sampler, in mode explore; the default name is no name")
+def _explorer(file: TrinityFile) -> Translation:
+    """The name of a process of mode explore, of which several may sample for one run."""
+    name = file.explorer.name
+    if name == Explorer().name:
+        return NOTHING
+    if file.mode != "explore":
+        return note("explorer.name: it has an effect only in mode explore.")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,29}", name):
+        return fault("explorer.name", f"'{name}' is part of names of files.", "Use letters, digits, _ and -, up to 30.")
+    return settings({"sampler": name})
 
 
 @translates(

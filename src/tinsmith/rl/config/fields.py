@@ -69,6 +69,11 @@ class RunSettings(Settings):
     mode: Literal["both", "explore", "train", "bench"] = "both"
     """`both` samples and trains, `explore` samples into a buffer, `train` trains from a buffer that another process
     fills, `bench` compares checkpoints on the held-out tasks."""
+    sampler: Annotated[str, Needs("mode", ("explore",))] = Field(
+        default="", max_length=30, pattern=r"^([A-Za-z0-9][A-Za-z0-9_-]*)?$"
+    )
+    """Name of this process, where several processes of mode explore sample for one run, on one machine or on many. A
+    process that is started again goes on with the batches of its name."""
     model: ModelConfig
     tasks: TasksConfig = TasksConfig()
     environments: tuple[EnvironmentConfig, ...] = ()
@@ -237,7 +242,7 @@ class RunSettings(Settings):
 
     @property
     def shares_a_run(self) -> bool:
-        """Whether this process is one of two that share the run: one samples, the other trains."""
+        """Whether this process is one of several that share the run: some sample, another one trains."""
         return self.mode in ("explore", "train") and self.uses_rollouts
 
     @field_validator("resume_from")

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from tinsmith.errors import TinsmithError
+from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.policy.base import Policy
 from tinsmith.rl.rollouts.buffers.base import Buffer
@@ -22,6 +22,7 @@ from tinsmith.rl.rollouts.coordination import CoordinationNotes, SamplerStatus, 
 from tinsmith.rl.rollouts.progress import Batch, BatchInProgress, succeeded
 from tinsmith.rl.rollouts.sampling_loop import SamplingLoop
 from tinsmith.rl.rollouts.stored_batch import StoredBatch
+from tinsmith.rl.rollouts.task_draws import TaskRecord, read_tasks
 from tinsmith.rl.rollouts.weight_sync import SyncConfig, WeightPublisher
 from tinsmith.rl.types import Group
 from tinsmith.settings import Settings
@@ -287,7 +288,15 @@ class BufferedBatchSource(BatchSource):
 
     @override
     async def state_saved(self, position: BatchPosition) -> None:
-        await self._selector.clear(position.used)
+        used = set(position.used)
+        if self._sampling is None:
+            record = await read_tasks(self._buffer)
+            numbers = await self._buffer.numbers()
+            if not self._selector.replays:  # used by a process that was killed before it deleted them, or sampled twice
+                used.update(number for number in numbers if number < position.reading.next)
+            # a batch that its process has not noted yet would be sampled again if it were deleted
+            used = {number for number in used if record is None or record.is_closed(number)}
+        await self._selector.clear(used)
 
     @property
     @override
@@ -300,6 +309,7 @@ class BufferedBatchSource(BatchSource):
         complete are completed by the weights of the checkpoint."""
         self._selector.restore(state.reading)
         if self._sampling is None:
+            await self._check_next_is_there()
             return
         self._sampling.resume_after(state.sampled, state.unfinished)
         await self._notes.write_sampling(SamplerStatus(done=state.sampled))
@@ -312,6 +322,16 @@ class BufferedBatchSource(BatchSource):
         if self._sampling is not None:
             await self._sampling.close()
         await self._buffer.close()
+
+    async def _check_next_is_there(self) -> None:
+        """Raise ConfigError if the buffer is that of another run, which has used the next batch."""
+        number = self._selector.taken + 1
+        record = await read_tasks(self._buffer) or TaskRecord()  # before the numbers: a batch is closed after it is put
+        if not self._selector.replays and record.is_closed(number) and number not in await self._buffer.numbers():
+            raise ConfigError(
+                f"Batch {number} is not in the buffer any more: another run or a later state has used it.",
+                "Set another buffer.run or buffer.path for a new run; to resume a run, use its folder.",
+            )
 
     async def _begin(self, trained: int) -> None:
         """Publish the weights of step `trained` if they are due, and let sampling go on."""

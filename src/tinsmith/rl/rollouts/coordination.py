@@ -6,7 +6,8 @@
     wanted     written by sampling: it waits for weights newer than those of this step; training clears it
 
 The protocol has two transports. In one process the notes are in memory and every change wakes those who wait for one.
-Two processes keep the notes in the buffer that both open, and poll them; either process may be killed and restarted.
+Several processes keep the notes in the buffer that all open, and poll them; each may be killed and restarted. Of
+several that sample, each has a name and notes of its own, such as sampling-b.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class SamplerStatus(Settings):
     reason: str = ""
     """Error message of a failure."""
     done: int = 0
-    """Number of the last batch in the buffer."""
+    """This batch and all earlier ones have been put into the buffer, by whichever process."""
     cursor: int = 0
-    """Training tasks drawn for that batch and all earlier ones."""
+    """Training tasks drawn for those batches; written by version 0.1."""
     order: dict[str, Any] = Field(default_factory=dict)
-    """State of the task order."""
+    """State of the task order; written by version 0.1."""
 
 
 _WEIGHTS = TypeAdapter(tuple[WeightRecord, ...])
@@ -101,8 +102,9 @@ class ChangeNotifier:
 class CoordinationNotes:
     """Typed notes. `changes` is notified of every note written by this process."""
 
-    def __init__(self, store: NoteStore) -> None:
-        self._store = store
+    def __init__(self, store: NoteStore, sampler: str = "") -> None:
+        """`sampler`: name of this process, of several that sample."""
+        self._store, self._suffix = store, f"-{sampler}" if sampler else ""
         self.changes = ChangeNotifier()
         self.last_weights: tuple[WeightRecord, ...] = ()
         """Weights that were read or written last."""
@@ -123,35 +125,62 @@ class CoordinationNotes:
         return TrainerStatus.model_validate_json(text) if text else TrainerStatus()
 
     async def sampling(self) -> SamplerStatus:
-        """Status that sampling wrote last."""
+        """Status of sampling: of several processes, failed if one has failed, and ended if all have ended."""
+        texts = await self._named("sampling")
+        statuses = {name: SamplerStatus.model_validate_json(text) for name, text in texts.items()}
+        done = max((status.done for status in statuses.values()), default=0)
+        for name, status in statuses.items():
+            if status.state == "failed":
+                reason = f"{name.removeprefix('sampling-')}: {status.reason}" if len(statuses) > 1 else status.reason
+                return SamplerStatus(state="failed", reason=reason, done=done)
+        ended = bool(statuses) and all(status.state == "ended" for status in statuses.values())
+        return SamplerStatus(state="ended" if ended else "under way", done=done)
+
+    async def former_sampling(self) -> SamplerStatus:
+        """Status of a process of version 0.1, of which there is one in a run."""
         text = (await self._store.notes()).get("sampling")
         return SamplerStatus.model_validate_json(text) if text else SamplerStatus()
 
     async def weights_wanted(self) -> bool:
-        """Whether sampling waits for newer weights."""
-        return bool((await self._store.notes()).get("wanted"))
+        """Whether a process that samples waits for newer weights."""
+        return any((await self._named("wanted")).values())
+
+    async def wants_weights(self) -> bool:
+        """Whether the request of this process for newer weights is not answered yet."""
+        return bool((await self._store.notes()).get(f"wanted{self._suffix}"))
 
     async def write_weights(self, weights: tuple[WeightRecord, ...]) -> None:
-        """Publish weights, which also answers a request for newer ones."""
+        """Publish weights, which also answers all requests for newer ones."""
+        wanted = await self._named("wanted")
         self.last_weights = weights
         await self._store.note("weights", _WEIGHTS.dump_json(weights).decode())
-        await self._write("wanted", "")
+        await self._answer(wanted)
 
     async def write_training(self, status: TrainerStatus) -> None:
         """Replace the status of training."""
         await self._write("training", status.model_dump_json())
 
     async def write_sampling(self, status: SamplerStatus) -> None:
-        """Replace the status of sampling."""
-        await self._write("sampling", status.model_dump_json())
+        """Replace the status of sampling by this process."""
+        await self._write(f"sampling{self._suffix}", status.model_dump_json())
 
     async def want_weights(self, step: int) -> None:
         """Request weights newer than those of `step`."""
-        await self._write("wanted", str(step))
+        await self._write(f"wanted{self._suffix}", str(step))
 
     async def decline_weights(self) -> None:
-        """Answer a request for newer weights: there are none."""
-        await self._write("wanted", "")
+        """Answer all requests for newer weights: there are none."""
+        await self._answer(await self._named("wanted"))
+
+    async def _answer(self, wanted: Mapping[str, str]) -> None:
+        for name in (name for name, step in wanted.items() if step):
+            await self._store.note(name, "")
+        self.changes.notify()
+
+    async def _named(self, kind: str) -> Mapping[str, str]:
+        """Notes of this kind of all processes that sample."""
+        notes = await self._store.notes()
+        return {name: text for name, text in notes.items() if name == kind or name.startswith(f"{kind}-")}
 
     async def _write(self, name: str, text: str) -> None:
         await self._store.note(name, text)

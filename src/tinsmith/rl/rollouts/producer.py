@@ -15,15 +15,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from tinsmith.errors import TinsmithError
-from tinsmith.rl.data.tasks import TaskSampler
-from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
+from tinsmith.rl.policy.base import SamplingConfig, Snapshot
 from tinsmith.rl.rollouts.coordination import ChangeNotifier
 from tinsmith.rl.rollouts.failures import FailureLimit, errors_of, most_frequent
 from tinsmith.rl.rollouts.filters import FilterConfig, apply_filters
 from tinsmith.rl.rollouts.progress import Batch, BatchInProgress
 from tinsmith.rl.rollouts.runner import RolloutRunner
+from tinsmith.rl.rollouts.task_draws import TaskDraws
 from tinsmith.rl.rollouts.weight_sync import LiveSnapshot, PublishedWeights, SyncConfig, WeightSource
 from tinsmith.rl.types import Group
 from tinsmith.rl.workflows.base import Workflow
@@ -68,7 +69,7 @@ class BatchProducer:
     def __init__(
         self,
         workflow: Workflow,
-        task_sampler: TaskSampler,
+        draws: TaskDraws,
         weights: WeightSource,
         plan: SamplingPlan,
         runner: RolloutRunner,
@@ -76,7 +77,7 @@ class BatchProducer:
         put: Callable[[Batch], Awaitable[None]],
     ) -> None:
         """`put` receives each batch, in order; `changes` is notified of progress."""
-        self._workflow, self._task_sampler, self._weights, self._plan = workflow, task_sampler, weights, plan
+        self._workflow, self._draws, self._weights, self._plan = workflow, draws, weights, plan
         self._runner, self._changes, self._put = runner, changes, put
         self._failures = FailureLimit(runner.config.max_failures, runner.config.failure_window)
         self._in_flight: dict[int, asyncio.Task[None]] = {}
@@ -84,6 +85,7 @@ class BatchProducer:
         self._resumed: dict[int, BatchInProgress] = {}
         self._loop: asyncio.Task[None] | None = None
         self._current: PublishedWeights | None = None
+        self._current_for = 0  # the batch that they were looked up for
         self._stopped = False
         self.busy = BusyTime()
         """Time in which a batch was being sampled."""
@@ -91,8 +93,8 @@ class BatchProducer:
         """Batches sampled ahead; may be lowered for a while."""
         self.started = self.done = 0
         """Number of the last batch started, and of the last batch handed on."""
-        self.has_capacity: Callable[[], bool] = lambda: True
-        """Whether another batch may be started."""
+        self.has_capacity: Callable[[int], bool] = lambda number: True
+        """Whether the batch with this number may be started."""
 
     def resume_after(self, done: int, unfinished: Sequence[BatchInProgress] = ()) -> None:
         """Continue after batch `done` of an earlier process, with its batches that were not complete."""
@@ -137,20 +139,24 @@ class BatchProducer:
         self._loop = None
 
     async def _produce(self) -> None:
-        while self._plan.steps is None or self.started < self._plan.steps:
-            await self._changes.until(self._may_start)
-            snapshot, step = await self._weights_for(self.started + 1)
+        while True:
+            number = await self._draws.upcoming(self.started)
+            if self._plan.steps is not None and number > self._plan.steps:
+                return
+            await self._changes.until(partial(self._may_start, number))
+            snapshot, step = await self._weights_for(number)
             if not self._stopped:
-                self._start_batch(self.started + 1, snapshot, step)
+                await self._start_batch(number, snapshot, step)
 
-    def _may_start(self) -> bool:
+    def _may_start(self, number: int) -> bool:
         sync = self._plan.sync
         has_slot = sync.style != "live" or len(self._in_flight) < sync.in_flight
-        return not self._stopped and self.fault is None and self.has_capacity() and has_slot
+        return not self._stopped and self.fault is None and self.has_capacity(number) and has_slot
 
     async def _weights_for(self, number: int) -> tuple[Snapshot, int]:
         """Snapshot that samples batch `number`, and the step of its weights."""
         sync, offset = self._plan.sync, self._plan.staleness
+        previous, self._current_for = self._current_for, number
         if sync.style == "fixed":
             before = self._current.step if self._current else 0
             step = max(before, sync.weights_for(number, self.staleness))  # never older ones, if staleness was lowered
@@ -159,25 +165,20 @@ class BatchProducer:
             self._current = await self._weights.at(0)
         elif sync.style == "live":
             self._current = self._weights.newest()
-        elif sync.refreshes_before(number, offset):
+        elif sync.refreshes_before(number, previous, offset):
             await self._changes.until(lambda: not self._in_flight)
             self._current = await self._weights.newer(self._current.step)
         snapshot = LiveSnapshot(self._weights) if sync.style == "live" else self._current.snapshot
         return snapshot, self._current.step
 
-    def _start_batch(self, number: int, snapshot: Snapshot, step: int) -> None:
-        if (batch := self._resumed.pop(number, None)) is None:
-            batch = BatchInProgress(step=number)
-            self._draw(batch)
+    async def _start_batch(self, number: int, snapshot: Snapshot, step: int) -> None:
+        """Start batch `number`, unless another process has."""
+        batch = self._resumed.pop(number, None) or await self._draws.begin(number)
+        if batch is None:
+            return
         task = asyncio.create_task(self._sample(batch, snapshot, step), name=f"rollouts of step {number}")
         self.started, self._in_flight[number], self._batches[number] = number, task, batch
         task.add_done_callback(lambda _: self._changes.notify())
-
-    def _draw(self, batch: BatchInProgress, *stream: int) -> None:
-        """Add other tasks to the batch. `stream` separates their seeds from those of its first tasks."""
-        tasks = self._task_sampler.draw(self._plan.groups)
-        seeds = [request_seed(self._plan.seed, batch.step, group, *stream) for group in range(len(tasks))]
-        batch.add(tasks, seeds, self._task_sampler.cursor)
 
     async def _sample(self, batch: BatchInProgress, snapshot: Snapshot, step: int) -> None:
         """Sample a batch, wait for all earlier ones, and hand it on."""
@@ -189,7 +190,7 @@ class BatchProducer:
                     raise _all_failed(batch)
                 batch.refills += 1
                 batch.clear()
-                self._draw(batch, _RESAMPLE_STREAM, batch.refills)
+                await self._draws.add(batch, _RESAMPLE_STREAM, batch.refills)
                 await self._roll_out(batch, snapshot)
                 self._failures.add(batch.finished)
             await self._refill(batch, snapshot)
@@ -197,7 +198,7 @@ class BatchProducer:
         if self._plan.filter_refills:
             numbers["filters/refills"] = float(batch.filter_refills)
         complete = batch.as_batch(numbers)
-        await self._changes.until(lambda: self.done == batch.step - 1)
+        await self._changes.until(lambda: min(self._in_flight) == batch.step)
         await self._put(complete)
         self.done = batch.step
         del self._in_flight[batch.step], self._batches[batch.step]
@@ -212,7 +213,7 @@ class BatchProducer:
                     "difficulty.",
                 )
             batch.filter_refills += 1
-            self._draw(batch, _REFILL_STREAM, batch.filter_refills)
+            await self._draws.add(batch, _REFILL_STREAM, batch.filter_refills)
             await self._roll_out(batch, snapshot)
 
     def _missing(self, groups: Sequence[Group]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from tinsmith.rl.data.tasks import TaskSampler
 from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.policy.wrapper import RecomputingSnapshot
@@ -14,6 +13,7 @@ from tinsmith.rl.rollouts.coordination import CoordinationNotes, SamplerStatus, 
 from tinsmith.rl.rollouts.producer import BatchProducer, SamplingPlan
 from tinsmith.rl.rollouts.progress import Batch, BatchInProgress
 from tinsmith.rl.rollouts.runner import RolloutRunner
+from tinsmith.rl.rollouts.task_draws import TaskDraws
 from tinsmith.rl.rollouts.weight_sync import OpenWeights, WeightSubscriber
 from tinsmith.rl.workflows.base import Workflow
 
@@ -33,7 +33,7 @@ class SamplingLoop:
     def __init__(
         self,
         workflow: Workflow,
-        task_sampler: TaskSampler,
+        draws: TaskDraws,
         open_weights: OpenWeights,
         plan: SamplingPlan,
         runner: RolloutRunner,
@@ -42,21 +42,22 @@ class SamplingLoop:
         *,
         capacity: int,
         timeout_hint: str,
-        on_batch: Callable[[Batch], SamplerStatus] | None = None,
+        on_batch: Callable[[Batch, SamplerStatus], None] | None = None,
     ) -> None:
         """`capacity`: batches that may wait in the buffer, in every style but fixed. `timeout_hint` says what to do
-        when no weights are published. `on_batch` is called for each batch in the buffer; it returns the status to
-        write, if that is more than the number of the batch."""
+        when no weights are published. `on_batch` is called for each batch that this process has put into the
+        buffer, with the status that is then written."""
 
         async def open_recomputing(record: WeightRecord) -> Snapshot:
             return RecomputingSnapshot(await open_weights(record), plan.recomputes)
 
         self._buffer, self._notes, self._sync, self._on_batch = buffer, notes, plan.sync, on_batch
+        self._draws = draws
         self._weights = WeightSubscriber(notes, open_recomputing, plan.sync.timeout, timeout_hint)
-        self._producer = BatchProducer(workflow, task_sampler, self._weights, plan, runner, notes.changes, self._put)
+        self._producer = BatchProducer(workflow, draws, self._weights, plan, runner, notes.changes, self._put)
         self._taken = 0
         if plan.sync.style != "fixed":
-            self._producer.has_capacity = lambda: self._producer.started - self._taken < capacity
+            self._producer.has_capacity = lambda number: number - 1 - self._taken < capacity
         self._follower: asyncio.Task[None] | None = None
 
     @property
@@ -163,6 +164,7 @@ class SamplingLoop:
         return training.ended_at
 
     async def _put(self, batch: Batch) -> None:
-        await self._buffer.put(batch)
-        status = self._on_batch(batch) if self._on_batch else SamplerStatus(done=batch.step)
+        status = SamplerStatus(done=await self._draws.finish(batch, self._buffer.put))
+        if self._on_batch:
+            self._on_batch(batch, status)
         await self._notes.write_sampling(status)

@@ -60,9 +60,13 @@ class SyncConfig(Settings):
         """Number of published checkpoints to keep. In style fixed, batches not yet sampled may need that many."""
         return max(self.keep, 2 - (-offset // self.interval)) if self.style == "fixed" else self.keep
 
-    def refreshes_before(self, batch: int, offset: int) -> bool:
-        """Whether sampling requests newer weights before `batch`, in on_publish and on_demand."""
-        return batch - 1 > offset and (batch - 1 - offset) % self.interval == 0
+    def refreshes_before(self, batch: int, previous: int, offset: int) -> bool:
+        """Whether sampling requests newer weights before `batch`, in on_publish and on_demand.
+
+        `previous`: the batch for which this process had weights before; others may sample those between.
+        """
+        place = batch - 1 - offset
+        return place > 0 and place // self.interval > (previous - 1 - offset) // self.interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +137,7 @@ class WeightSubscriber(WeightSource):
         await self._notes.want_weights(than)
 
         async def look() -> PublishedWeights | None:
-            return None if await self._notes.weights_wanted() else await self.refresh()
+            return None if await self._notes.wants_weights() else await self.refresh()
 
         return await self._until(look, f"No weights newer than those of step {than}")
 

@@ -1,6 +1,6 @@
 """The run folder: its files, and how an interrupted run resumes.
 
-    run.yaml        the settings, written at the start; explore/ and bench/ hold those of these modes
+    run.yaml        the settings, written at the start; explore/, explore-NAME/ and bench/ hold those of these modes
     metrics.jsonl   one row per step; rollouts/ holds every rollout (monitors/jsonl.py)
     timeline.jsonl  when each step sampled, trained, evaluated and saved (monitors/timeline.py)
     state.json      the state to resume from; checkpoints/ holds those of earlier checkpoints (state.py)
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 SETTINGS = "run.yaml"
 _MAY_CHANGE = (
     "name", "description", "folder", "mode", "bench", "steps", "epochs", "until", "time_limit", "grace_period", "eval",
-    "allow_high_staleness",
+    "allow_high_staleness", "sampler",
     "checkpoint", "monitors", "service", "concurrency", "log_level", "resume", "resume_from", "rollout", "stages",
     "sync.timeout", "sync.keep", "model.wait", "model.base_url", "model.api_key_env", "model.tokenizer",
 )  # fmt: skip
@@ -58,8 +58,10 @@ _SHARED_KEYS = (
     "model.name", "groups_per_step", "group_size", "staleness", "sync.style", "sync.interval",
     "buffer.type", "buffer.path", "buffer.url", "buffer.run", "buffer.max_staleness", "buffer.replay",
 )  # fmt: skip
-"""Keys that must be equal in the training process and the explorer of a run."""
-_SHARED_KEYS_OF_PART = {"": _SHARED_KEYS, "explore": _SHARED_KEYS, "bench": ("model.name",)}
+"""Keys that must be equal in the training process and the samplers of a run."""
+_PLACES = ("buffer.path", "buffer.url", "buffer.run")
+"""Keys that may differ between machines: they may reach one buffer by several addresses."""
+_SHARED_KEYS_OF_BENCH = ("model.name",)
 
 
 class RunFolder:
@@ -77,8 +79,8 @@ class RunFolder:
     ) -> RunFolder:
         """Create the folder, or resume the run in it.
 
-        `part` is empty for the training process. `explore` and `bench` name a process whose settings are in a subfolder
-        of that name; it does not change the files of the training process.
+        `part` is empty for the training process. `explore`, `explore-NAME` and `bench` name a process whose settings
+        are in a subfolder of that name; it does not change the files of the training process.
 
         Raises ConfigError if the folder cannot be written, is in use, or holds a run with other settings.
         """
@@ -88,8 +90,11 @@ class RunFolder:
         try:
             _acquire(lock, path)
             _check_resumable(own, settings, resume, part)
-            for other_part in {"", "explore"} - {part}:
-                _check_shared_keys(path / other_part, settings, _SHARED_KEYS_OF_PART[part])
+            samplers = {file.parent.name for file in path.glob(f"explore*/{SETTINGS}")}
+            for other_part in sorted({"", *samplers} - {part}):
+                _check_shared_keys(
+                    path / other_part, settings, _SHARED_KEYS_OF_BENCH if part == "bench" else _SHARED_KEYS
+                )
             newest = read_state(path)
             start = starting_state(path, newest, resume_from)
         except BaseException:
@@ -175,6 +180,12 @@ def _check_shared_keys(folder: Path, settings: Mapping[str, Any], shared_keys: t
             f"{file} belongs to the same run but differs in {', '.join(different)}.",
             "Set the same values in both run files, or set another folder, such as folder=runs/another.",
         )
+
+
+def shared_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, by dotted key, that all processes of a run must have in common, wherever they run."""
+    flat = _flatten(_renamed(dict(settings)))
+    return {key: value for key, value in flat.items() if _under(key, _SHARED_KEYS) and not _under(key, _PLACES)}
 
 
 def _changed(file: Path, settings: Mapping[str, Any]) -> list[str]:

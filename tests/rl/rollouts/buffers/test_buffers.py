@@ -11,7 +11,7 @@ import pytest
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.rollouts import buffers
-from tinsmith.rl.rollouts.buffers.base import Buffer
+from tinsmith.rl.rollouts.buffers.base import Buffer, Record
 from tinsmith.rl.rollouts.buffers.file import FileBuffer, FileConfig
 from tinsmith.rl.rollouts.buffers.memory import MemoryBuffer, MemoryConfig
 from tinsmith.rl.rollouts.buffers.sql import SqlBuffer, SqlConfig
@@ -62,6 +62,42 @@ def test_note_replaces_the_previous_value(tmp_path, kind):
         await buffer.note("wanted", "")
         assert await buffer.notes() == {"wanted": "", "weights": "[]"}
         await buffer.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_stale_revision_of_a_record_is_not_replaced(tmp_path, kind):
+    async def main() -> None:
+        buffer = MAKERS[kind](tmp_path)
+        assert await buffer.record("tasks") == Record()
+        assert not await buffer.replace_record("tasks", 1, "too early")
+        assert await buffer.replace_record("tasks", 0, "a\nü")
+        assert not await buffer.replace_record("tasks", 0, "too late")
+        assert await buffer.record("tasks") == Record(1, "a\nü")
+        assert await buffer.replace_record("tasks", 1, "b")
+        assert await buffer.record("tasks") == Record(2, "b")
+        assert await buffer.notes() == {}
+        await buffer.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["file", "sql"])
+def test_concurrent_replacements_are_not_lost(tmp_path, kind):
+    async def count(buffer: Buffer) -> None:
+        for _ in range(20):
+            while True:
+                record = await buffer.record("tasks")
+                if await buffer.replace_record("tasks", record.revision, str(int(record.text or 0) + 1)):
+                    break
+
+    async def main() -> None:
+        several = [MAKERS[kind](tmp_path) for _ in range(3)]
+        await asyncio.gather(*map(count, several))
+        assert await several[0].record("tasks") == Record(60, "60")
+        for buffer in several:
+            await buffer.close()
 
     asyncio.run(main())
 

@@ -1,18 +1,32 @@
-"""Buffer protocol: batches that wait for training, and notes that the sampling and training processes exchange.
+"""Buffer protocol: batches that wait for training, notes that the processes of a run exchange, and shared records.
 
+A note has one writer. A record has several: it is replaced only by a process that has read its newest revision.
 `replay.py` selects the next batch to train on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from tinsmith.rl.rollouts.progress import Batch
 
 
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A text that several processes replace.
+
+    Example: Record(3, '{"next": 4}')
+    """
+
+    revision: int = 0
+    """Number of replacements; 0: there is no text yet."""
+    text: str = ""
+
+
 class Buffer(Protocol):
-    """Batches by number and notes by name. In a durable buffer, a write is durable when the call returns."""
+    """Batches by number, notes and records by name. In a durable buffer, a write is durable when the call returns."""
 
     durable: bool
     """Whether the buffer outlives the process and other processes can open it."""
@@ -39,6 +53,14 @@ class Buffer(Protocol):
 
     async def notes(self) -> Mapping[str, str]:
         """All notes by name."""
+        ...
+
+    async def record(self, name: str) -> Record:
+        """The newest revision of a record."""
+        ...
+
+    async def replace_record(self, name: str, revision: int, text: str) -> bool:
+        """Replace a record whose newest revision is `revision`. False if another process has replaced it before."""
         ...
 
     async def close(self) -> None:

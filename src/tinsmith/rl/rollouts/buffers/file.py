@@ -1,13 +1,16 @@
 """Buffer as files in a folder that the sampling and training processes share.
 
     batch-000012.json      a batch
-    note-weights.json      a note of either process
+    note-weights.json      a note of one process
+    record-tasks           a record of several processes: its revision in the first line, then its text
 
-Files are written atomically.
+Files are written atomically. A record is replaced under a lock, which processes on one machine respect, and on several
+machines those of a file system with working locks.
 """
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
@@ -15,7 +18,7 @@ from typing import Literal
 from typing_extensions import override
 
 from tinsmith.atomic import atomic_write
-from tinsmith.rl.rollouts.buffers.base import Buffer
+from tinsmith.rl.rollouts.buffers.base import Buffer, Record
 from tinsmith.rl.rollouts.buffers.replay import BufferSettings
 from tinsmith.rl.rollouts.buffers.sql import SerialExecutor
 from tinsmith.rl.rollouts.progress import Batch
@@ -68,8 +71,32 @@ class FileBuffer(Buffer):
         }
 
     @override
+    async def record(self, name: str) -> Record:
+        return await self._executor.run(lambda: self._read_record(name))
+
+    @override
+    async def replace_record(self, name: str, revision: int, text: str) -> bool:
+
+        def replace() -> bool:
+            with (self._folder / ".lock-records").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if self._read_record(name).revision != revision:
+                    return False
+                atomic_write(self._folder / f"record-{name}", f"{revision + 1}\n{text}".encode())
+                return True
+
+        return await self._executor.run(replace)
+
+    @override
     async def close(self) -> None:
         await self._executor.close()
+
+    def _read_record(self, name: str) -> Record:
+        try:
+            revision, _, text = (self._folder / f"record-{name}").read_text(encoding="utf-8").partition("\n")
+        except FileNotFoundError:
+            return Record()
+        return Record(int(revision), text)
 
     def _file(self, number: int) -> Path:
         return self._folder / f"batch-{number:06}.json"

@@ -7,7 +7,7 @@ from typing import Literal
 
 from typing_extensions import override
 
-from tinsmith.rl.rollouts.buffers.base import Buffer
+from tinsmith.rl.rollouts.buffers.base import Buffer, Record
 from tinsmith.rl.rollouts.buffers.replay import BufferSettings
 from tinsmith.rl.rollouts.progress import Batch
 
@@ -26,6 +26,7 @@ class MemoryBuffer(Buffer):
     def __init__(self) -> None:
         self._batches: dict[int, Batch] = {}
         self._notes: dict[str, str] = {}
+        self._records: dict[str, Record] = {}
 
     @override
     async def put(self, batch: Batch) -> None:
@@ -51,6 +52,17 @@ class MemoryBuffer(Buffer):
     @override
     async def notes(self) -> Mapping[str, str]:
         return dict(self._notes)
+
+    @override
+    async def record(self, name: str) -> Record:
+        return self._records.get(name, Record())
+
+    @override
+    async def replace_record(self, name: str, revision: int, text: str) -> bool:
+        if (await self.record(name)).revision != revision:
+            return False
+        self._records[name] = Record(revision + 1, text)
+        return True
 
     @override
     async def close(self) -> None:

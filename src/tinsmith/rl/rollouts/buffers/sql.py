@@ -12,6 +12,7 @@ from sqlalchemy import (
     Column,
     ColumnElement,
     Connection,
+    Engine,
     Integer,
     MetaData,
     String,
@@ -21,12 +22,20 @@ from sqlalchemy import (
     delete,
     insert,
     select,
+    update,
 )
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import (
+    ArgumentError,
+    IntegrityError,
+    NoSuchModuleError,
+    OperationalError,
+    ProgrammingError,
+    SQLAlchemyError,
+)
 from typing_extensions import override
 
 from tinsmith.errors import ConfigError, TinsmithError
-from tinsmith.rl.rollouts.buffers.base import Buffer
+from tinsmith.rl.rollouts.buffers.base import Buffer, Record
 from tinsmith.rl.rollouts.buffers.replay import BufferSettings
 from tinsmith.rl.rollouts.progress import Batch
 from tinsmith.rl.rollouts.stored_batch import BATCH
@@ -64,6 +73,16 @@ _NOTES = Table(
     Column("name", String(50), primary_key=True),
     Column("text", Text, nullable=False),
 )
+_RECORDS = Table(
+    "rl_records",
+    _TABLES,
+    Column("run", String(200), primary_key=True),
+    Column("name", String(50), primary_key=True),
+    Column("revision", Integer, nullable=False),
+    Column("text", Text, nullable=False),
+)
+_SQLITE_WAIT_S = 60
+"""Time that a statement waits for the lock of a SQLite file that another process holds."""
 
 
 class SqlConfig(BufferSettings):
@@ -85,8 +104,9 @@ class SqlBuffer(Buffer):
         """Open the database and create missing tables. Raises ConfigError if it cannot be opened."""
         self._run, self._executor = run, SerialExecutor()
         try:
-            self._engine = create_engine(url)
-            _TABLES.create_all(self._engine)
+            waits = {"timeout": _SQLITE_WAIT_S} if url.startswith("sqlite") else {}
+            self._engine = create_engine(url, pool_pre_ping=True, connect_args=waits)
+            _create_tables(self._engine)
         except (SQLAlchemyError, ArgumentError, NoSuchModuleError, ImportError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"buffer.url: cannot open the database: {reason}", "Check the URL.") from error
@@ -132,12 +152,39 @@ class SqlBuffer(Buffer):
         return await self._execute(lambda connection: {row.name: row.text for row in connection.execute(query)})
 
     @override
+    async def record(self, name: str) -> Record:
+        query = select(_RECORDS.c.revision, _RECORDS.c.text).where(self._is_record(name))
+        row = await self._execute(lambda connection: connection.execute(query).one_or_none())
+        return Record(row.revision, row.text) if row is not None else Record()
+
+    @override
+    async def replace_record(self, name: str, revision: int, text: str) -> bool:
+        values = {"revision": revision + 1, "text": text}
+        changed = update(_RECORDS).where(self._is_record(name), _RECORDS.c.revision == revision).values(values)
+
+        def write(connection: Connection) -> bool:
+            if revision:
+                return connection.execute(changed).rowcount == 1
+            connection.execute(insert(_RECORDS).values(run=self._run, name=name, **values))
+            return True
+
+        try:
+            return await self._execute(write)
+        except TinsmithError as error:
+            if isinstance(error.__cause__, IntegrityError):  # another process has inserted it
+                return False
+            raise
+
+    @override
     async def close(self) -> None:
         await self._executor.run(self._engine.dispose)
         await self._executor.close()
 
     def _is_batch(self, number: int) -> ColumnElement[bool]:
         return (_BATCHES.c.run == self._run) & (_BATCHES.c.number == number)
+
+    def _is_record(self, name: str) -> ColumnElement[bool]:
+        return (_RECORDS.c.run == self._run) & (_RECORDS.c.name == name)
 
     async def _execute(self, function: Callable[[Connection], T]) -> T:
         """Run `function` in a transaction. Raises TinsmithError if the database fails."""
@@ -150,3 +197,11 @@ class SqlBuffer(Buffer):
             return await self._executor.run(run)
         except SQLAlchemyError as error:
             raise TinsmithError(f"The database of the buffer failed: {str(error).splitlines()[0]}") from error
+
+
+def _create_tables(engine: Engine) -> None:
+    """Create missing tables. Another process may create them at the same time, which fails here; then look again."""
+    try:
+        _TABLES.create_all(engine)
+    except (OperationalError, ProgrammingError, IntegrityError):
+        _TABLES.create_all(engine)
