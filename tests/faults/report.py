@@ -67,7 +67,8 @@ def lines(reports: Sequence[Report]) -> list[str]:
         "",
         f"Runs: {len(reports)} (seeds {', '.join(str(report.seed) for report in reports)}), "
         f"{sum(report.seconds for report in reports) / 60:.0f} minutes: {sum(report.kills for report in reports):,} "
-        f"kills, {sum(report.stops for report in reports):,} stops, {len(violations)} violations.",
+        f"kills, {sum(report.stops for report in reports):,} stops, "
+        f"{len(violations)} violation{'s' * (len(violations) != 1)}.",
         "",
         "| fault | times |",
         "|---|---|",

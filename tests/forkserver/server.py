@@ -61,6 +61,8 @@ def serve(listener: socket.socket) -> Callable[[], None]:
             for key, _ in sorted(selector.select(), key=lambda event: event[0].fileobj is listener):
                 if key.fd == 0:
                     sys.exit()
+                if selector.get_map().get(key.fd) is not key:
+                    continue  # a program and its client ended at once, and `finish` has closed the client's socket
                 if key.fileobj is listener:
                     client, _ = listener.accept()
                     request, received = receive(client)

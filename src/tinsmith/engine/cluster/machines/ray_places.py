@@ -37,13 +37,16 @@ from typing_extensions import override
 from tinsmith.engine.cluster.dial import Address, Ticket
 from tinsmith.engine.cluster.machines.keeper import LOG_LINES, Keeper, Place, StartedProcess
 from tinsmith.engine.cluster.machines.machine import Machine, versions
-from tinsmith.engine.cluster.placement import Places, Program, Seat, Strategy
+from tinsmith.engine.cluster.placement import START_S, Places, Program, Seat, Strategy
 from tinsmith.errors import ConfigError, EngineDied
 
 log = logging.getLogger(__name__)
 
 REACH_S = 30.0
 """Time to reach a keeper, which Ray may be starting on another machine."""
+CALL_S = 2 * START_S
+"""Time for an answer of a keeper, of which the start of a process takes longest. Ray may have lost a keeper together
+with its head."""
 RETRY_S = 0.5
 WAIT_LOG_S = 30.0
 """Time between two log lines while the cluster has too few free GPUs or cores."""
@@ -164,7 +167,8 @@ class RaySeat:
         return self.process
 
     async def free_port(self) -> int:
-        return await self._call("free_port", self.host)
+        place = await self.locate()
+        return await self._call("free_port", place.machine.host)
 
     async def log_tail(self, lines: int) -> str:
         return await self._call("log_tail", lines)
@@ -200,8 +204,9 @@ class RaySeat:
 
     async def _call(self, method: str, *args: Any) -> Any:
         try:
-            return await getattr(self._keeper, method).remote(*args)
-        except RayError as error:
+            async with asyncio.timeout(CALL_S):
+                return await getattr(self._keeper, method).remote(*args)
+        except (TimeoutError, RayError) as error:
             raise EngineDied(
                 f"The keeper of {self.name} on {self.machine} does not answer: {type(error).__name__}.",
                 "Ray starts it again, on another machine if need be.",
