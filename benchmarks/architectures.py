@@ -14,7 +14,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +51,22 @@ def measure(model_type: str) -> dict[str, Any]:
             if unreached:
                 row["unreached"] = unreached
             engine = TorchEngine(EngineConfig(source=folder, device="cpu", dtype="float32", threads=1))
-            row["path"] = asdict(engine.card).get("path", "fast")
+            row["path"] = engine.card.path
+            if engine.card.path == "general":
+                row["reason"] = _why_general(folder, model_type)
             spec = LoraSpec(rank=4, seed=0, train_mlp=not unreached)
             return {**row, **asyncio.run(_errors(engine, plain, spec))}
         except TinsmithError as error:
             return {**row, "path": "refused", "reason": error.message.replace(folder, "the model").strip()}
+
+
+def _why_general(folder: str, model_type: str) -> str:
+    """Why the fast path does not serve a model."""
+    try:
+        TorchEngine(EngineConfig(source=folder, device="cpu", dtype="float32", threads=1, path="fast"))
+    except TinsmithError as error:
+        return error.message.replace(f"{folder} ({model_type}) ", "").replace(folder, "the model").rstrip(".")
+    raise AssertionError("the fast path serves it")
 
 
 async def _errors(engine: TorchEngine, plain: PreTrainedModel, spec: LoraSpec) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from tools.reference.results import RESULTS
 
 
 def table() -> str:
-    """The served types with path, images, reach of adapters and error; then the refused ones with their reasons."""
+    """The served types with path, images, reach of adapters and error; then why some take the general path or none."""
     rows = json.loads((RESULTS / "architectures.json").read_text())
     served = [row for row in rows if row["path"] in ("fast", "general")]
     lines = [
@@ -19,13 +19,19 @@ def table() -> str:
         "|---|---|---|---|---|---|---|",
         *map(_served, served),
         "",
+        "On the general path, because the fast path refuses it:",
+        "",
+        *_reasons([row for row in served if row["path"] == "general"]),
+        "",
         "Not served:",
         "",
-        "| type | reason |",
-        "|---|---|",
-        *(f"| `{row['type']}` | {row['reason']} |" for row in rows if row not in served),
+        *_reasons([row for row in rows if row not in served]),
     ]
     return "\n".join(lines)
+
+
+def _reasons(rows: list[dict[str, Any]]) -> list[str]:
+    return ["| type | reason |", "|---|---|", *(f"| `{row['type']}` | {row['reason']} |" for row in rows)]
 
 
 def _served(row: dict[str, Any]) -> str:

@@ -43,7 +43,7 @@ _MLP = {
     "fc2_latent_proj",
 }  # fmt: skip
 _NOT_ADAPTED_PARENTS = {
-    "router", "router_mlp", "gate", "forget_gate", "indexer", "scorer", "compressor", "k_sconv", "v_sconv", "altup",
+    "router_mlp", "gate", "forget_gate", "indexer", "scorer", "compressor", "k_sconv", "v_sconv", "altup",
     "laurel",
 }  # fmt: skip
 _NOT_ADAPTED = {
@@ -66,7 +66,12 @@ def part_of(name: str) -> Part | Literal[""] | None:
     """The part that a linear module belongs to by its path; "" if it is not adapted, None if no rule names it."""
     names = ["", "", *(piece for piece in name.split(".") if not piece.isdigit())]
     parent, leaf = names[-2], names[-1]
-    if parent in _NOT_ADAPTED_PARENTS or leaf in _NOT_ADAPTED or f"{parent}.{leaf}" in _NOT_ADAPTED_PATHS:
+    if (
+        "router" in names[:-1]
+        or parent in _NOT_ADAPTED_PARENTS
+        or leaf in _NOT_ADAPTED
+        or f"{parent}.{leaf}" in _NOT_ADAPTED_PATHS
+    ):
         return ""
     if parent in _MLP_PARENTS and leaf in _MLP:
         return "mlp"

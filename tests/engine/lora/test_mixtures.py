@@ -24,9 +24,21 @@ from tinsmith.engine.process import build
 ADAM = AdamParams(learning_rate=2e-3, eps=1e-4)
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3"])
+KINDS: dict[str, dict[str, Any]] = {
+    **{kind: {} for kind in ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3")},
+    "gemma4_text": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32,
+                    "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 32},
+    "ernie4_5_moe": {}, "afmoe": {}, "mimo_v2_flash": {},
+}  # fmt: skip
+SLOW_KINDS = ("ernie4_5_moe", "afmoe", "mimo_v2_flash")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=pytest.mark.slow if kind in SLOW_KINDS else ()) for kind in KINDS],
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    changes = {"num_hidden_layers": 2, "sliding_window": None}
+    changes = {"num_hidden_layers": 2, "sliding_window": None, **KINDS[request.param]}
     return save_tiny(request.param, tmp_path_factory.mktemp(request.param), **changes)
 
 

@@ -25,10 +25,23 @@ from tinsmith.engine.model import attention, packing
 from tinsmith.engine.model.attention_rule import AttentionRule
 from tinsmith.engine.model.flex_attention import FlexAttention
 from tinsmith.engine.model.logit_rule import logit_rule
+from tinsmith.engine.torch_engine import TorchEngine
 
 SLOW_KINDS = ("gemma3_text", "cohere2", "olmo3", "granite", "starcoder2", "phi")
 """Kinds whose features are those of the others, or of other tests, in another combination."""
-KINDS = ("mistral", "gemma2", "phi3", "minicpm3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS))
+KINDS = (
+    "mistral",
+    "gemma2",
+    "gemma4_text",
+    "phi3",
+    "minicpm3",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS),
+)
+SAMPLED_KINDS = (
+    "gpt_oss",
+    "deepseek_v3",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("glm4", "mimo_v2_flash")),
+)
 MODULES = {
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"],
     "starcoder2": ["q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj", "lm_head"],
@@ -52,6 +65,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if kind not in folders:
             changes = {"final_logit_softcapping": 5.0} if kind == "gemma2" else {}
             changes |= {"logits_scaling": 2.0} if kind == "granite" else {}
+            # Layers with wider heads, layers that read the keys of others, embeddings for each layer.
+            changes |= {"global_head_dim": 32, "num_kv_shared_layers": 2} if kind == "gemma4_text" else {}
             folders[kind] = save_tiny(kind, tmp_path_factory.mktemp(kind), **changes)
         return folders[kind]
 
@@ -102,7 +117,24 @@ def test_packed_rows_give_pefts_logprobs_and_gradients(
         assert_same(gradients_of(engine, f"m{number}"), reference.gradients(), 1e-3)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, pytest.param("glm4", marks=pytest.mark.slow), "gpt_oss", "deepseek_v3"])
+def test_recomputed_layers_pass_on_the_gradients_of_shared_keys(
+    saved: Any, engine_for: Any, wait: Any, tmp_path: Path
+) -> None:
+    """Fails if a recomputed layer takes the keys of an earlier one without their graph."""
+    folder = saved("gemma4_text")
+    adapter = write_adapter(folder, tmp_path / "adapter", LoraSpec(rank=4, seed=1))
+    config = EngineConfig(source=str(folder), dtype="float32", device="cpu", threads=1, recompute="always")
+    engines, gradients = (engine_for("gemma4_text"), TorchEngine(config)), []
+    for engine in engines:
+        wait(engine.load("again", adapter, optimizer=False))
+        wait(engine.run([request("again", ROWS)]))
+        gradients.append(gradients_of(engine, "again"))
+    assert any("layers.1.self_attn.k_proj" in name for name in gradients[0])
+    assert_same(*gradients, 1e-6)
+    wait(engines[1].close())
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *SAMPLED_KINDS])
 def test_greedy_sampling_continues_as_generate_does(kind: str, saved: Any, engine_for: Any, wait: Any) -> None:
     model = plain_model(saved(kind), torch.float32)
     prompts = [ROWS[0], ROWS[1], ROWS[3]]

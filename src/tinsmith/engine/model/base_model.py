@@ -14,6 +14,7 @@ from tinsmith.engine.base import ModelCard
 from tinsmith.engine.images.rows import ImageTokens
 from tinsmith.engine.images.tower import VisionTower, VisualInputs
 from tinsmith.engine.model import attention, packing
+from tinsmith.engine.model.architectures.uniform_kv import UniformKV
 from tinsmith.engine.model.hybrid.states import HybridContext, RecurrentShape, hybrid_context
 from tinsmith.engine.model.mixture.routing import Routing
 from tinsmith.errors import Unsupported
@@ -38,6 +39,10 @@ class BaseModel:
     """Recording and replay of its routers, if it has any."""
     vision: VisionTower | None = None
     """Computes the features of images; None for a model that takes none."""
+    uniform_kv: UniformKV | None = None
+    """The shape of all layers' keys and values, if layers differ in it."""
+    per_layer_embeddings: bool = False
+    """Whether each layer reads the token ids through embeddings of its own."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,10 +93,16 @@ class BaseModel:
             embedded = embedded.float()
         if torch.is_grad_enabled():  # adapters compute their gradients by hand: the graph needs another leaf
             embedded = embedded.detach().requires_grad_()
+        settings: dict[str, Any] = visual.settings(len(tokens)) if visual is not None else {}
+        if self.per_layer_embeddings:
+            settings["per_layer_inputs"] = self.body.get_per_layer_inputs(tokens[None])  # type: ignore[operator]
+        if self.uniform_kv is not None:
+            assert not isinstance(context, HybridContext)
+            context = self.uniform_kv.within(context)
         return self.body(
             inputs_embeds=embedded[None],
             position_ids=positions.unsqueeze(-2),
             use_cache=False,
             context=context,
-            **(visual.settings(len(tokens)) if visual is not None else {}),
+            **settings,
         ).last_hidden_state[0]

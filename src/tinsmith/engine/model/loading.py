@@ -121,20 +121,22 @@ def prepare(
     longrope.install(source, model, card.original_context)
     if vision is not None:
         card = replace(card, images=vision.support, weight_bytes=card.weight_bytes + vision.weight_bytes)
-    body = model.base_model
+    body = dict(model.base_model.named_children()).get("language_model", model.base_model)
     base = BaseModel(
         card=card,
         model=model,
-        body=dict(body.named_children()).get("language_model", body),
+        body=body,
         tokenizer=tokenizer,
         recurrent=recurrent,
         latent_width=latents.install(model, attention.NAME),
         vision=vision,
+        per_layer_embeddings=support.TOKEN_TABLE in dict(body.named_children()),
     )
     self_check.check(base)
     gated_delta_net.drop_originals(model)
     shared = routing.install(model)
-    return replace(base, routing=shared, card=replace(base.card, router=shared.shape))
+    card = replace(base.card, router=shared.shape)
+    return replace(base, routing=shared, card=card, uniform_kv=self_check.kv_shape(base))
 
 
 def device_of(setting: str) -> torch.device:

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tinsmith.engine.model import attention, packing, support
+from tinsmith.engine.model.architectures.uniform_kv import UniformKV, uniform_kv
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.logit_rule import logit_rule
 from tinsmith.errors import TinsmithError, Unsupported
@@ -131,6 +133,18 @@ def probe(base: BaseModel, dtype: torch.dtype | None = None) -> Tensor:
     tree = probe_tree(base)
     hidden = base.hidden_of(tree, dtype)
     return torch.stack([hidden[torch.as_tensor(tree.index[key])].float() for key in (0, 1)])
+
+
+@torch.no_grad()
+def kv_shape(base: BaseModel) -> UniformKV | None:
+    """The shape for the keys and values of all layers, if layers differ in it, as a pass over one token gives them."""
+    if base.recurrent is not None:
+        return None
+    tree = packing.pack([packing.PackedRow(key=0, adapter=0, tokens=np.zeros(1, np.int32))])
+    context = attention.PackedAttention(tree, base.dtype, base.device, save_kv=True)
+    tokens, positions = (torch.as_tensor(numbers, device=base.device) for numbers in (tree.tokens, tree.positions))
+    base.hidden(tokens, positions, context)
+    return uniform_kv(context.saved_kv)
 
 
 def probe_tree(base: BaseModel) -> packing.PackedTree:

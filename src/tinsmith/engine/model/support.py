@@ -16,9 +16,13 @@ from tinsmith.engine.model.hybrid import gated_delta_net
 from tinsmith.engine.model_parts import part_of, place
 from tinsmith.errors import Unsupported
 
-_FROZEN = {"q_b_proj", "kv_b_proj", "shared_expert_gate"}
-"""Linear modules of latent attention and of shared experts that are not adapted, but computed on the fast path. Others,
-such as those of sparse indexers, may compute what a short probe does not show."""
+_FROZEN = {"q_b_proj", "kv_b_proj", "shared_expert_gate", "per_layer_input_gate", "per_layer_projection",
+           "per_layer_model_projection"}  # fmt: skip
+"""Linear modules of latent attention, of shared experts and of embeddings for each layer that are not adapted, but
+computed on the fast path. Others, such as those of sparse indexers, may compute what a short probe does not show."""
+
+TOKEN_TABLE = "embed_tokens_per_layer"
+"""The embeddings that each layer of Gemma 4 reads beside its hidden states."""
 
 LAYERS = {"full_attention", "sliding_attention"}
 """Supported values of transformers' `layer_types`."""
@@ -88,13 +92,17 @@ def is_expert_stack(module: nn.Module) -> bool:
 def _matrices(model: PreTrainedModel) -> tuple[set[str], set[str]]:
     """Paths of the body's linear modules, and of its matrices outside linear modules, embeddings and norms, without
     the numbers of layers."""
-    linear, others = set[str](), set[str]()
+    linear, others, routers = set[str](), set[str](), list[str]()
     for path, module in model.base_model.named_modules():
         if f".{gated_delta_net.MIXER}." in f".{path}.":
             continue
+        if path.endswith(TOKEN_TABLE) or path.startswith(tuple(routers)):
+            continue
         if isinstance(module, nn.Linear):
             linear.add(place(path))
-        elif is_expert_stack(module) or type(module).__name__.endswith("Router"):
+        elif type(module).__name__.endswith("Router"):
+            routers.append(f"{path}.")
+        elif is_expert_stack(module):
             continue
         elif module is not model.get_input_embeddings() and not type(module).__name__.endswith("Norm"):
             matrices = (name for name, weight in module.named_parameters(recurse=False) if weight.ndim > 1)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from tinsmith.engine.model.base_model import BaseModel
@@ -41,10 +42,15 @@ class CheckpointedLayer(nn.Module):
         self.layer, self.switch = layer, switch
 
     @override
-    def forward(self, hidden_states: Tensor, **settings: Any) -> Tensor:
-        if self.switch.on and torch.is_grad_enabled():
+    def forward(self, hidden_states: Tensor, *inputs: Any, **settings: Any) -> Tensor:
+        if not (self.switch.on and torch.is_grad_enabled()):
+            return self.layer(hidden_states, *inputs, **settings)
+        if not inputs:
             return _Recompute.apply(hidden_states, self.layer, settings)  # type: ignore[no-any-return]
-        return self.layer(hidden_states, **settings)
+        # Layers with further inputs, as Gemma 4's, also pass keys and values on to each other, with their gradients.
+        return checkpoint(  # type: ignore[no-any-return]
+            self.layer, hidden_states, *inputs, use_reentrant=False, preserve_rng_state=False, **settings
+        )
 
 
 class _Recompute(torch.autograd.Function):
