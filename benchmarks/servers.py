@@ -58,12 +58,11 @@ def stub() -> Iterator[Server]:
 
 
 @contextmanager
-def timed_service(data: Path) -> Iterator[Server]:
+def timed_service(data: Path, frontends: int = 0) -> Iterator[Server]:
     """The service with TimedEngine."""
     port = _free_port()
-    with _running(
-        [sys.executable, "-m", "benchmarks.timed_service", str(port), str(data)], port, "/api/v1/healthz"
-    ) as server:
+    command = [sys.executable, "-m", "benchmarks.timed_service", str(port), str(data), str(frontends)]
+    with _running(command, port, "/api/v1/healthz") as server:
         yield server
 
 

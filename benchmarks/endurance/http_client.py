@@ -69,10 +69,10 @@ class Client:
     _samples: itertools.count = field(default_factory=itertools.count)
     _free: list[Connection] = field(default_factory=list)
 
-    async def open(self, *, rank: int = 4) -> None:
+    async def open(self, *, rank: int = 4, model: str = "toy") -> None:
         """Create the session and the model."""
         self.session = (await self.post("create_session", {"tags": []}))["session_id"]
-        body = {"session_id": self.session, "model_seq_id": 0, "base_model": "toy", "lora_config": {"rank": rank}}
+        body = {"session_id": self.session, "model_seq_id": 0, "base_model": model, "lora_config": {"rank": rank}}
         self._seq = 0
         self.model = (await self.result(await self.post("create_model", body)))["model_id"]
 
@@ -87,14 +87,14 @@ class Client:
 
     async def step(self, tokens: int) -> None:
         """One forward_backward of a row of tokens and one optim_step, pipelined as the SDK does."""
-        passed = await self.submit("forward_backward", pass_body(self.model, self._next(), tokens))
-        body = {"model_id": self.model, "seq_id": self._next(), "adam_params": {"learning_rate": 0.001}}
+        passed = await self.submit("forward_backward", pass_body(self.model, self.next_seq(), tokens))
+        body = {"model_id": self.model, "seq_id": self.next_seq(), "adam_params": {"learning_rate": 0.001}}
         stepped = await self.submit("optim_step", body)
         await asyncio.gather(self.result(passed), self.result(stepped))
 
     async def save(self, name: str) -> str:
         """Save a named checkpoint; returns its path."""
-        body = {"model_id": self.model, "seq_id": self._next(), "path": name}
+        body = {"model_id": self.model, "seq_id": self.next_seq(), "path": name}
         return (await self.result(await self.submit("save_weights", body)))["path"]
 
     async def delete(self, path: str) -> None:
@@ -105,7 +105,7 @@ class Client:
     async def snapshot(self) -> str:
         """Make a sampling session of the current weights; returns its id."""
         number = next(self._samples)
-        body = {"model_id": self.model, "seq_id": self._next(), "sampling_session_seq_id": number}
+        body = {"model_id": self.model, "seq_id": self.next_seq(), "sampling_session_seq_id": number}
         return (await self.result(await self.submit("save_weights_for_sampler", body)))["sampling_session_id"]
 
     async def sample(self, sampler: str, max_tokens: int) -> None:
@@ -155,7 +155,8 @@ class Client:
             raise RefusedError(f"{path}: {status} {content[:200].decode(errors='replace')}")
         return content
 
-    def _next(self) -> int:
+    def next_seq(self) -> int:
+        """Number of the model's next request."""
         self._seq += 1
         return self._seq
 

@@ -39,12 +39,13 @@ def world(
     """The server under test."""
     url = pytestconfig.getoption("--url", None)
     if url:
-        yield _world(url, pytestconfig.getoption("--key"), pytestconfig.getoption("--model"))
+        yield connected(url, pytestconfig.getoption("--key"), pytestconfig.getoption("--model"))
         return
     data = tmp_path_factory.mktemp("conformance")
-    config = ServeConfig(models=(f"tiny={tiny('llama')}",), engine="fake", data=data)
+    count = int(pytestconfig.getoption("--frontends") or 0)
+    config = ServeConfig(models=(f"tiny={tiny('llama')}",), engine="fake", data=data, frontends=count)
     with embedded(config) as (url, key):
-        yield _world(url, key, "tiny", is_ours=True)
+        yield connected(url, key, "tiny", is_ours=True)
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +55,11 @@ def real(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[[str], Path]) 
         models=(f"tiny={tiny('llama')}",), threads=1, dtype="float32", data=tmp_path_factory.mktemp("real")
     )
     with embedded(config) as (url, key):
-        yield _world(url, key, "tiny")
+        yield connected(url, key, "tiny")
 
 
-def _world(url: str, key: str, model: str | None, *, is_ours: bool = False) -> World:
+def connected(url: str, key: str, model: str | None, *, is_ours: bool = False) -> World:
+    """The server at a URL, with clients."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         service = tinker.ServiceClient(base_url=url, api_key=key)

@@ -128,7 +128,7 @@ def run(words: list[str], folder: str, environment: dict[str, str], targets: lis
     os.environ.update(environment)
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:0] = [path for path in paths if path not in sys.path]
-    match words:
+    match words[1:] if words[:1] == ["-P"] else words:
         case ["-m", module, *arguments]:
             sys.path[0] = folder
             sys.argv = ["-m", *arguments]

@@ -20,6 +20,7 @@ import tinker
 from tinker import types
 
 from tests.service.support.databases import SERVER, postgres, url_of
+from tests.service.support.frontends import COUNT, frontends
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
@@ -57,6 +58,15 @@ def database(request: pytest.FixtureRequest) -> Iterator[str]:
         yield kind
 
 
+@pytest.fixture(scope="session", autouse=True)
+def chosen_frontends(pytestconfig: pytest.Config) -> Iterator[None]:
+    """The services of the session have the front ends of `--frontends`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if chosen := pytestconfig.getoption("--frontends"):
+            patch.setenv(COUNT, str(chosen))
+        yield
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """A running service: address, key and data folder."""
@@ -88,7 +98,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, database: str) -> Iterator[
     """A service with a fake engine: models `toy`, `alias` (the same source) and `other/model`."""
     data = tmp_path_factory.mktemp("served")
     models = ("toy", "alias=toy", "other/model=else")
-    config = ServeConfig(models=models, engine="fake", data=data, database=url_of(data))
+    config = ServeConfig(models=models, engine="fake", data=data, database=url_of(data), frontends=frontends())
     with embedded(config) as (url, key):
         yield Served(url, key, data)
 
@@ -97,7 +107,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, database: str) -> Iterator[
 def served_by(engine: str, tiny_llama: Path, data: Path) -> Iterator[Served]:
     """A service of the model `toy`: with the fake engine, or with torch on the tiny Llama in float32."""
     source = "toy" if engine == "fake" else f"toy={tiny_llama}"
-    options = {"engine": engine, "dtype": "float32", "threads": 1}
+    options = {"engine": engine, "dtype": "float32", "threads": 1, "frontends": frontends()}
     with embedded(ServeConfig(models=(source,), data=data, **options)) as (url, key):
         yield Served(url, key, data)
 

@@ -21,7 +21,7 @@ from tinsmith.service.budgets.disk import DiskMonitor
 from tinsmith.service.checkpoints import CheckpointCopies, Checkpoints
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.limits.bodies import SMALL_BYTES, LargeBodies, prompt_limit, read_body
-from tinsmith.service.limits.connections import Connections
+from tinsmith.service.limits.connections import AddressCounts
 from tinsmith.service.limits.parsing import Parsers
 from tinsmith.service.middleware import Drain
 from tinsmith.service.observability.audit import AuditLog
@@ -70,7 +70,8 @@ class Service:
     telemetry: Telemetry
     drain: Drain
     tokenizers: TokenizerCache
-    connections: Connections
+    connections: AddressCounts
+    """Open connections, of front ends too."""
     bodies: LargeBodies
     parsers: Parsers
     base_models: BaseModels

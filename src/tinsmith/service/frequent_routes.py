@@ -1,4 +1,4 @@
-"""The three most frequent requests, answered before FastAPI's middleware, router and resolution of parameters.
+"""The four most frequent requests, answered before FastAPI's middleware, router and resolution of parameters.
 
 Those take longer than the rest of such a request. FastAPI's own routes, which document these requests, call the same
 functions.
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinsmith.errors import TinsmithError
 from tinsmith.service.dependencies import Service, get_tenant, pass_body, read_small_body
-from tinsmith.service.routes import futures, training
+from tinsmith.service.routes import futures, sampling, training
 from tinsmith.service.wire.schemas import StepBody
 
 Endpoint = Callable[[Request, Service, str], Awaitable[Response]]
@@ -41,6 +41,7 @@ class FrequentRoutes:
         self._app, self._service, self._on_error = app, service, on_error
         endpoints = {
             "/retrieve_future": _retrieve_future,
+            "/asample": _asample,
             "/optim_step": _optim_step,
             "/forward_backward": _forward_backward,
         }
@@ -71,6 +72,11 @@ async def _retrieve_future(request: Request, service: Service, tenant: str) -> R
     return await futures.retrieve_future(tenant, service, await read_small_body(request))
 
 
+async def _asample(request: Request, service: Service, tenant: str) -> Response:
+    async with await service.read_prompt(request, tenant) as body:
+        return _json(await sampling.asample(request, tenant, service, body))
+
+
 async def _optim_step(request: Request, service: Service, tenant: str) -> Response:
     new = await _STEP(tenant, service, await read_small_body(request))
     return _json(await training.optim_step(new))
@@ -78,8 +84,7 @@ async def _optim_step(request: Request, service: Service, tenant: str) -> Respon
 
 async def _forward_backward(request: Request, service: Service, tenant: str) -> Response:
     async with pass_body(request, tenant, service) as body:
-        encoding = request.headers.get("content-encoding")
-        return _json(await training.forward_backward(tenant, service, body, encoding))
+        return _json(await training.forward_backward(request, tenant, service, body))
 
 
 def _json(values: dict[str, Any]) -> Response:

@@ -8,19 +8,15 @@ dies later is restarted by its worker.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import resource
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 
-import uvicorn
 from prometheus_client.core import Metric
-from typing_extensions import override
 
 from tinsmith.chat.tokenizer import TokenizerCache
 from tinsmith.errors import ConfigError, TinsmithError
@@ -38,8 +34,9 @@ from tinsmith.service.config import ServeConfig
 from tinsmith.service.dependencies import Service, server_key
 from tinsmith.service.engines.clusters import engine_factory
 from tinsmith.service.engines.host import EngineFactory, EngineHost, starting_after
+from tinsmith.service.frontends.serving import Shutdown, http_server, listen
 from tinsmith.service.limits.bodies import LargeBodies
-from tinsmith.service.limits.connections import BoundedProtocol, Connections
+from tinsmith.service.limits.connections import AddressCounts
 from tinsmith.service.limits.parsing import Parsers
 from tinsmith.service.middleware import Drain
 from tinsmith.service.observability.audit import AuditLog
@@ -54,7 +51,7 @@ from tinsmith.service.observability.metrics import (
     storage_gauges,
 )
 from tinsmith.service.observability.perfetto import TraceExporter
-from tinsmith.service.observability.systemd import READY, STOPPING, Notifier
+from tinsmith.service.observability.systemd import READY, Notifier
 from tinsmith.service.observability.tracing import SpanExporter, tracing
 from tinsmith.service.observability.usage import Usage
 from tinsmith.service.results.futures import Futures
@@ -80,13 +77,6 @@ from tinsmith.settings import writable_folder
 log = logging.getLogger(__name__)
 
 
-DRAIN_S = 3.0
-"""Time for running batches and samples after a signal."""
-GRACE_S = 1
-"""Time for open responses after the drain."""
-KEEP_ALIVE_S = 120
-"""Longer than clients keep idle connections, so that the server never closes one that is about to be reused."""
-
 OnLoaded = Callable[[TinsmithError | None], None]
 """Called once: with None when all engines are loaded, else with the error of one that is not."""
 
@@ -106,26 +96,16 @@ def serve(
 
 
 async def _serve(config: ServeConfig, start: EngineFactory, on_ready: Callable[[str, str], None] | None) -> None:
-    listener = _listen(config)
+    listener = await listen(config)
     url = f"http://{config.host}:{listener.getsockname()[1]}"
     loaded: asyncio.Future[TinsmithError | None] = asyncio.get_running_loop().create_future()
     async with run_service(config, start, loaded.set_result) as service:
-        options = uvicorn.Config(
-            create_app(service),
-            http=partial(BoundedProtocol, connections=service.connections),  # type: ignore[arg-type]
-            ws="none",
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=GRACE_S,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            lifespan="off",
-        )
-        systemd = Notifier()
-        server = _Server(options, service, systemd)
+        server, systemd = http_server(create_app(service), service), Notifier()
+        shutdown = Shutdown(service, server, systemd)
 
         def announce(outcome: asyncio.Future[TinsmithError | None]) -> None:
             if outcome.cancelled() or outcome.result() is not None:
-                server.stop()
+                shutdown.stop()
                 return
             limit_collections()
             log.info("Ready: TINKER_BASE_URL=%s serves %s", url, ", ".join(service.workers))
@@ -134,11 +114,11 @@ async def _serve(config: ServeConfig, start: EngineFactory, on_ready: Callable[[
                 on_ready(url, service.key or "")
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, server.on_signal)
+            asyncio.get_running_loop().add_signal_handler(number, shutdown.on_signal)
         log.info("Loading %s; listening on %s", ", ".join(config.sources()), url)
         loaded.add_done_callback(announce)
         watchdog = asyncio.create_task(systemd.run())
-        await server.serve(sockets=[listener])
+        await server.serve(listener)
         watchdog.cancel()
     if loaded.done() and not loaded.cancelled() and (error := loaded.result()) is not None:
         raise error
@@ -188,7 +168,7 @@ def _assemble(
         )
 
     workers = (base_models := BaseModels(store, config.data, make_worker)).workers
-    connections = Connections(config.connections_per_address, config.request_timeout_s)
+    connections = AddressCounts(config.connections_per_address)
     bodies = LargeBodies()
     gauges = partial(_gauges, store, workers, disk, journal, connections, bodies, futures)
     telemetry = Telemetry(gauges, _on_finished(audit_log, spans))
@@ -251,7 +231,7 @@ def _gauges(
     workers: Mapping[str, Worker],
     disk: DiskMonitor,
     journal: Journal,
-    connections: Connections,
+    connections: AddressCounts,
     bodies: LargeBodies,
     futures: Futures,
 ) -> Iterator[Metric]:
@@ -338,57 +318,6 @@ async def _load_models(base_models: BaseModels, on_loaded: OnLoaded) -> None:
         on_loaded(error)
     else:
         on_loaded(None)
-
-
-class _Server(uvicorn.Server):
-    """Stops in order: running work first, then open polls, then uvicorn."""
-
-    def __init__(self, options: uvicorn.Config, service: Service, systemd: Notifier) -> None:
-        super().__init__(options)
-        self._service = service
-        self._systemd = systemd
-        self._draining: asyncio.Task[None] | None = None
-
-    def on_signal(self) -> None:
-        """Stop after running work; a second signal stops at once."""
-        if self._draining is None:
-            log.info("Stopping: finishing what is running.")
-            self._systemd.send(STOPPING)
-            self._draining = asyncio.create_task(self._drain())
-        else:
-            self.force_exit = True
-            self.stop()
-
-    def stop(self) -> None:
-        """Answer open polls and close the port."""
-        self._service.futures.wake_waiters()
-        self.should_exit = True
-
-    async def _drain(self) -> None:
-        if not await self._service.drain.run(DRAIN_S):
-            log.info("Running work takes longer than %.0f s; the next server continues it.", DRAIN_S)
-        self.stop()
-
-    @override
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _listen(config: ServeConfig) -> socket.socket:
-    try:
-        listener = socket.create_server((config.host, config.port), backlog=2048)
-    except OSError as error:
-        reason = str(error.strerror).partition(" (while attempting")[0]
-        raise ConfigError(
-            f"Cannot listen on {config.host}:{config.port}: {reason}.",
-            "Give another --port; 0 takes a free one."
-            if error.errno == errno.EADDRINUSE
-            else "Give a --host of this machine, or another --port.",
-        ) from error
-    # asyncio sets this only for sockets it makes; without it each response waits 40 ms for the client's delayed ACK.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
 
 
 def _raise_file_limit() -> None:

@@ -20,7 +20,14 @@ import uvicorn
 from tests.service.support.inprocess import until
 from tests.service.support.process import Child, child, free_port
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.limits.connections import HEADER_BYTES, HEADERS, PIPELINED, BoundedProtocol, Connections
+from tinsmith.service.limits.connections import (
+    HEADER_BYTES,
+    HEADERS,
+    PIPELINED,
+    AddressCounts,
+    BoundedProtocol,
+    Connections,
+)
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -200,7 +207,7 @@ async def _count(port: int, requests: int) -> list[int]:
 
 @pytest.mark.parametrize(("address", "refused"), [("127.0.0.1", 0), ("203.0.113.7", 2)])
 def test_connections_of_an_address_are_limited(monkeypatch: pytest.MonkeyPatch, address: str, refused: int) -> None:
-    """Fails without the refusal in `Connections.add`. The address of clients is replaced: tests have only loopback."""
+    """Fails without the refusal in `AddressCounts.add`. Clients get another address: tests have only loopback."""
     monkeypatch.setattr("uvicorn.protocols.http.httptools_impl.get_remote_addr", lambda transport: (address, 1))
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -208,8 +215,8 @@ def test_connections_of_an_address_are_limited(monkeypatch: pytest.MonkeyPatch, 
         await send({"type": "http.response.body"})
 
     async def main() -> None:
-        connections = Connections(4, 60)
-        protocol: Any = partial(BoundedProtocol, connections=connections)
+        counts = AddressCounts(4)
+        protocol: Any = partial(BoundedProtocol, connections=Connections(counts, 60))
         config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             server = uvicorn.Server(config)
@@ -217,7 +224,7 @@ def test_connections_of_an_address_are_limited(monkeypatch: pytest.MonkeyPatch, 
             await until(lambda: server.started)
             for _ in range(2):  # closed connections no longer count
                 assert await _count(listener.getsockname()[1], 6) == [200] * (6 - refused) + [429] * refused
-                await until(lambda: not len(connections))
+                await until(lambda: not len(counts))
             server.should_exit = True
             await serving
 

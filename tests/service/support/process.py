@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tests.service.support.databases import free_port as free_port
 from tests.service.support.databases import url_of
+from tests.service.support.frontends import frontends
 from tinsmith.engine.base import AdamParams, OnDelta, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
@@ -88,7 +89,8 @@ def child(
 ) -> Iterator[Child]:
     """Run a service in a child process; with `wait`, until it is ready; with `separate`, its engine in another."""
     config.data.mkdir(parents=True, exist_ok=True)
-    config = config.model_copy(update={"database": config.database or url_of(config.data)})
+    changes = {"database": config.database or url_of(config.data), "frontends": config.frontends or frontends()}
+    config = config.model_copy(update=changes)
     with (config.data / "log").open("ab") as log:
         popen = subprocess.Popen(
             [sys.executable, "-m", __name__], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log

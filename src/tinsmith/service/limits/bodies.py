@@ -62,21 +62,32 @@ class LargeBodies:
 
 
 async def _read(request: Request, limit: int, hint: str, held: Counter[str], owner: str) -> bytearray:
-    """The body, whose bytes are added to `held`. If it is refused, they are not."""
+    """The body, whose bytes are added to `held`. If it is refused, they are not.
+
+    Declared bytes count before they arrive: a front end collects a body before this process has any of it.
+    """
     declared = int(request.headers.get("content-length", 0))
     if declared > limit:
         raise TooLarge(f"The body has {declared} bytes; at most {limit} are accepted here.", hint)
-    body = bytearray()
+    body, counted = bytearray(), 0
+
+    def count(size: int) -> None:
+        nonlocal counted
+        held[owner] += size - counted
+        counted = size
+        if held[owner] > TENANT_BYTES:
+            raise Busy(f"Your requests here have over {TENANT_BYTES} bytes together.", "Submit it again later.")
+
     try:
+        count(declared)
         async for chunk in request.stream():
             body += chunk
-            held[owner] += len(chunk)
             if len(body) > limit:
                 raise TooLarge(f"The body has over {limit} bytes.", hint)
-            if held[owner] > TENANT_BYTES:
-                raise Busy(f"Your requests here have over {TENANT_BYTES} bytes together.", "Submit it again later.")
+            count(max(declared, len(body)))
+        count(len(body))
     except BaseException as error:
-        _release(held, owner, len(body))
+        _release(held, owner, counted)
         if isinstance(error, ClientDisconnect):
             raise Gone("The client has disconnected.") from error
         raise

@@ -1,7 +1,7 @@
 """HTTP/1.1 connections with bounds on what a client may send and on how long it may take.
 
 uvicorn's protocol limits neither the size of headers nor the time in which a request arrives. `BoundedProtocol` adds
-both; `Connections` counts the open connections by address, and closes those whose client is too slow.
+both; `AddressCounts` counts the open connections by address, and `Connections` closes those whose client is too slow.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ipaddress
 import json
 import resource
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -26,6 +27,8 @@ HEADERS = 128
 """Largest number of headers."""
 PIPELINED = 16
 """Requests of a connection that may wait for a running one."""
+KEEP_ALIVE_S = 120
+"""Longer than clients keep idle connections, so that the server never closes one that is about to be reused."""
 BODY_RATE = 8 * 2**10
 """Bytes per second that a client must send of a body, on average over `request_timeout_s`."""
 
@@ -51,43 +54,63 @@ class Refusal:
         return head.encode() + body
 
 
-class Connections:
-    """The open connections of a server.
+class AddressCounts:
+    """Open connections by the address of their client, of one process or of several.
 
-    A client on another machine may have `per_address` connections at a time. Connections of this machine are not
-    counted: an SDK polls with hundreds, and all clients of a proxy have its address.
+    A client on another machine may have `per_address` connections at a time; None is no limit. Connections of this
+    machine are not counted: an SDK polls with hundreds, and all clients of a proxy have its address.
     """
 
-    def __init__(self, per_address: int, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+    def __init__(self, per_address: int | None) -> None:
         self._per_address = per_address
-        self._open: dict[BoundedProtocol, str] = {}
+        self._open: dict[Hashable, str] = {}
         self._by_address: Counter[str] = Counter()
-        self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, connection: BoundedProtocol, address: str) -> Refusal | None:
+    def add(self, connection: Hashable, address: str) -> Refusal | None:
         """Count a new connection. Returns a refusal if there are too many."""
         self._open[connection] = address
         self._by_address[address] += 1
-        if self._timer is None:
-            self._wait()
-        if self._by_address[address] > self._per_address and not _is_loopback(address):
-            return Refusal(status=429, detail=f"Your address has {self._per_address} open connections. Reuse them.")
-        # Half of the files that the process may open: the other half is for the database, checkpoints and engines.
-        if len(self._open) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
-            return Refusal(status=503, detail="This server has no connection left. Retry in a moment.")
+        most = self._per_address
+        if most is not None and self._by_address[address] > most and not _is_loopback(address):
+            return Refusal(status=429, detail=f"Your address has {most} open connections. Reuse them.")
         return None
 
-    def discard(self, connection: BoundedProtocol) -> None:
+    def discard(self, connection: Hashable) -> None:
         """Forget a connection that has ended."""
         address = self._open.pop(connection, None)
         if address is not None:
             self._by_address[address] -= 1
             if not self._by_address[address]:
                 del self._by_address[address]
+
+
+class Connections:
+    """The open connections of this process, whose clients are not to be too slow."""
+
+    def __init__(self, counts: AddressCounts, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._counts = counts
+        self._open: set[BoundedProtocol] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, connection: BoundedProtocol, address: str) -> Refusal | None:
+        """Count a new connection. Returns a refusal if there are too many."""
+        self._open.add(connection)
+        refusal = self._counts.add(connection, address)
+        if self._timer is None:
+            self._wait()
+        # Half of the files that the process may open: the other half is for the database, checkpoints and engines.
+        if refusal is None and len(self._open) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+            return Refusal(status=503, detail="This server has no connection left. Retry in a moment.")
+        return refusal
+
+    def discard(self, connection: BoundedProtocol) -> None:
+        """Forget a connection that has ended."""
+        self._open.discard(connection)
+        self._counts.discard(connection)
 
     def _wait(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(min(5.0, self.timeout_s / 4), self._check)
@@ -129,7 +152,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._since = self.loop.time()
         refusal = self._connections.add(self, self.client[0] if self.client else "")
         if refusal is not None:
-            self._refuse(refusal)
+            self.refuse(refusal)
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
@@ -141,7 +164,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unparsed_bytes += len(data)
         super().data_received(data)
         if self._unparsed_bytes > HEADER_BYTES and not self.transport.is_closing():
-            self._refuse(_headers_too_large())
+            self.refuse(_headers_too_large())
         if self._is_receiving or self._is_idle_without_timer():
             self._since = self.loop.time() if self._since is None else self._since
         else:
@@ -188,7 +211,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @override
     def send_400_response(self, msg: str) -> None:
-        self._refuse(self._refusal or Refusal(status=400, detail=msg))
+        self.refuse(self._refusal or Refusal(status=400, detail=msg))
 
     @override
     def pause_writing(self) -> None:
@@ -216,7 +239,7 @@ class BoundedProtocol(HttpToolsProtocol):
         elif not self._is_receiving:
             self.transport.close()
         else:
-            self._refuse(Refusal(status=408, detail=f"The request did not arrive within {limit:g} s. Send it again."))
+            self.refuse(Refusal(status=408, detail=f"The request did not arrive within {limit:g} s. Send it again."))
 
     def _is_body_on_time(self, limit: float) -> bool:
         """Whether the client sent enough of a body that is still read, or waits for the server to read it."""
@@ -237,7 +260,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusal = refusal
         raise Refused(refusal.detail)
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def refuse(self, refusal: Refusal) -> None:
         """Close the connection, with a response if that of an earlier request, or of this one, has not begun."""
         is_free = self.cycle is None or self.cycle.response_complete
         if self._has_headers and self._is_receiving:

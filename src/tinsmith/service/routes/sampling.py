@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import Field
 
 from tinsmith.engine.training.loss_specs import ROUTED_EXPERTS
@@ -15,7 +15,8 @@ from tinsmith.errors import BadRequest
 from tinsmith.service.dependencies import PromptBody, RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.observability.logs import add_log_context
 from tinsmith.service.storage.records import SamplingSession
-from tinsmith.service.wire.sample_request import decode_sample
+from tinsmith.service.wire.decoding import DECODED, unpack
+from tinsmith.service.wire.sample_request import AsampleRequest, decode_sample
 from tinsmith.service.wire.schemas import Id, JoinBody, SamplingSessionBody, WireModel, parse
 
 router = APIRouter()
@@ -90,10 +91,13 @@ async def join_sampling_session(tenant: Tenant, service: ServiceDep, body: RawBo
 
 
 @router.post("/asample")
-async def asample(tenant: Tenant, service: ServiceDep, body: PromptBody) -> dict[str, Any]:
+async def asample(http: Request, tenant: Tenant, service: ServiceDep, body: PromptBody) -> dict[str, Any]:
     """Start sampling; returns the promise and the id of each sequence."""
     service.sampling.check_capacity()
-    asample_request = await service.parsers.run(len(body), decode_sample, body)
+    packed = http.scope.get(DECODED)  # by a front end, if there is one
+    asample_request: AsampleRequest = (
+        unpack(packed) if packed is not None else await service.parsers.run(len(body), decode_sample, body)
+    )
     add_log_context(request_id=f"{asample_request.sampler_id}:{asample_request.seq}")
     sampler = service.sampler(asample_request.sampler_id, tenant)
     session = service.sessions.touch(sampler.session_id, tenant)

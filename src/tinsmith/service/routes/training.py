@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Generic, TypeVar
 
-from fastapi import APIRouter, Depends, Header, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
 
 from tinsmith.engine.base import AdamParams, LoraSpec, Pass
@@ -39,8 +39,8 @@ from tinsmith.service.storage.records import (
     SaveState,
     request_id_of,
 )
-from tinsmith.service.wire.protobuf import MAX_BODY_BYTES, append_config, decompress, parse_pass, pass_from_message
-from tinsmith.service.wire.provenance import Claim, parse_claims
+from tinsmith.service.wire.decoding import DECODED, DecodedPass, decode_pass_body, unpack
+from tinsmith.service.wire.protobuf import MAX_BODY_BYTES, append_config
 from tinsmith.service.wire.schemas import (
     CreateModelBody,
     GetInfoBody,
@@ -164,22 +164,28 @@ async def get_info(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[s
 
 
 @router.post("/forward_backward")
-async def forward_backward(
-    tenant: Tenant, service: ServiceDep, body: PassBody, content_encoding: Annotated[str | None, Header()] = None
-) -> dict[str, Any]:
+async def forward_backward(request: Request, tenant: Tenant, service: ServiceDep, body: PassBody) -> dict[str, Any]:
     """Run a forward pass, or forward and backward. The journal keeps the body as it was sent."""
-    plain, seq, operation, claims = await run_in_thread_if_large(
-        MAX_BODY_BYTES if content_encoding else len(body), _decode_pass, body, content_encoding
-    )
+    plain, decoded = await _decode_pass(request, body)
+    seq, operation = decoded.seq, decoded.operation
     model = service.trainable_model(operation.model_id, tenant)
     await _check_new(service, model, seq)
-    service.sequences.check(claims, tenant)
+    service.sequences.check(decoded.claims, tenant)
     operation, payload = attach_custom_loss(service, model, operation, plain)
     card = await service.worker(model.base_model).host.card()
     await run_in_thread_if_large(len(plain), check_pass, operation, card)
     if operation.loss_fn == SHADOW and operation.loss_config.get("shadow/at"):
         operation, payload = _with_checkpoint(service, model, operation, payload)
     return await _accept(service, model, seq, operation, payload)
+
+
+async def _decode_pass(request: Request, body: bytes) -> tuple[bytes, DecodedPass]:
+    """(decompressed body, its content), which a front end has decoded if there is one."""
+    packed = request.scope.get(DECODED)
+    if packed is not None:
+        return body, await run_in_thread_if_large(len(packed), unpack, packed)
+    encoding = request.headers.get("content-encoding")
+    return await run_in_thread_if_large(MAX_BODY_BYTES if encoding else len(body), decode_pass_body, body, encoding)
 
 
 def _with_checkpoint(service: Service, model: Model, operation: Pass, payload: bytes) -> tuple[Pass, bytes]:
@@ -189,15 +195,6 @@ def _with_checkpoint(service: Service, model: Model, operation: Pass, payload: b
     checkpoint = _loadable_checkpoint(service, model.owner, body, model.base_model)
     config = {**operation.loss_config, CHECKPOINT: checkpoint.id}
     return replace(operation, loss_config=config), append_config(payload, config)
-
-
-def _decode_pass(body: bytes, content_encoding: str | None) -> tuple[bytes, int, Pass, list[Claim]]:
-    """(decompressed body, seq_id, pass, provenance claims)."""
-    plain = decompress(body, content_encoding)
-    message = parse_pass(plain)
-    seq, operation = pass_from_message(message)
-    lengths = [(len(datum.tokens), len(datum.targets)) for datum in operation.data]
-    return plain, seq, operation, parse_claims(message, lengths)
 
 
 @router.post("/optim_step")
