@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 from transformers import AutoTokenizer
 
 from tests.rl.scripted_run import run, settings
@@ -26,7 +27,7 @@ from tinsmith.rl.policy.scripted import CharacterCodec
 from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.rl.policy.training_rows import merge_identical_rows, rows_from_trajectory
 from tinsmith.rl.train import target_logprobs
-from tinsmith.rl.types import EncodedPrompt, Image, Message, Trajectory, Turn
+from tinsmith.rl.types import EncodedPrompt, Group, Image, Message, Rollout, Task, Trajectory, Turn
 from tinsmith.rl.workflows.conversation import Conversation
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
@@ -77,6 +78,14 @@ def test_conversations_with_images_extend_their_first_prompt(chat: Chat) -> None
     datum = row.datum({"weights": row.mask.astype(np.float32)})
     assert datum.model_input.length == len(row.tokens)
     assert [chunk.type for chunk in datum.model_input.chunks].count("image") == 3
+
+
+def test_stored_batches_hold_the_images(chat: Chat) -> None:
+    task = Task(id="a/0", messages=(QUESTION,))
+    trajectory = Trajectory(turns=(turn_of(chat.encode([QUESTION]), 7, 8),))
+    group = Group(task=task, rollouts=(Rollout(trajectories=(trajectory,)),))
+    stored = TypeAdapter(Group)
+    assert stored.validate_json(stored.dump_json(group)) == group
 
 
 def test_rows_with_other_images_are_other_rows(chat: Chat) -> None:
@@ -184,6 +193,33 @@ def test_trainer_sees_the_images_that_the_sampler_saw(served: tuple[str, str]) -
     for logprobs in (trained, reference, updated):
         np.testing.assert_allclose(logprobs[row.mask], row.logprobs[row.mask], atol=1e-4)
     assert np.abs(other - trained)[row.mask].max() > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
+def test_replay_takes_the_experts_of_images(tmp_path: Path) -> None:
+    """The records of two turns are those of the row, its images' tokens included."""
+    folder = save_vision_model(tmp_path / "model", "qwen3_vl_moe")
+
+    async def main(address: tuple[str, str]) -> Any:
+        policy = await TinkerPolicy.connect(ModelConfig(name="vl", rank=4, router_replay="replay"), *address, seed=1)
+        try:
+            conversation = Conversation(await policy.snapshot(), SAMPLING, 3)
+            await conversation.say(QUESTION)
+            await conversation.say("And?")
+            (row,) = rows_from_trajectory(conversation.trajectory)
+            inputs = {"logprobs": row.logprobs, "advantages": row.mask.astype(np.float32)}
+            return row, await policy.accumulate(Update(rows=(row,), inputs=(inputs,), loss="importance_sampling"))
+        finally:
+            await policy.close()
+
+    with embedded(ServeConfig(models=(f"vl={folder}",), threads=1, dtype="float32", data=tmp_path / "data")) as address:
+        row, result = asyncio.run(main(address))
+    assert row.routed_experts is not None
+    assert len(row.routed_experts) == len(row.tokens)
+    assert row.routed_experts.max() < 4, "every token has a record"
+    assert result.metrics["expert_mismatch:mean"] == 0
+    assert result.metrics["logprob_mismatch:mean"] < 1e-4
 
 
 @pytest.mark.slow
