@@ -193,6 +193,13 @@ class ServeConfig(EngineOptions):
             raise ValueError(str(error)) from error
         if not cluster.is_single and cluster.samplers == 0 and self.sampler == "vllm":
             raise ValueError("sampler: vllm needs cluster.samplers: 1 or more beside several training processes")
+        if cluster.min_trainers > cluster.trainers:
+            raise ValueError("cluster.min_trainers is above cluster.trainers; lower it")
+        if cluster.min_trainers and (cluster.address is None or cluster.shard):
+            reason = (
+                "without cluster.address" if cluster.address is None else "with cluster.shard, whose slices would grow"
+            )
+            raise ValueError(f"cluster.min_trainers is not used {reason}; leave it out")
         if cluster.samplers and self.vllm.devices:
             raise ValueError("vllm.devices is not used with cluster.samplers, whose processes are given GPUs")
         return self

@@ -173,6 +173,8 @@ class ModelCluster:
         self._config, self._cluster, self._places, self._shared = config, cluster, places, folder
         self._trainer_seats: Sequence[Seat] = ()
         self._sampler_seats: Sequence[Seat] = ()
+        self._group_seats: Sequence[Seat] = ()
+        """Seats of the group that was started last: fewer where machines were lost."""
         self._trainer: TrainerEngine | None = None
         self._folder: Path | None = None
         """For the adapter that a vLLM on a CPU needs."""
@@ -208,7 +210,8 @@ class ModelCluster:
 
     def status(self) -> list[ProcessStatus]:
         """All processes: trainers first."""
-        is_up = self._trainer is not None and not self._trainer.died.is_set()
+        runs = self._trainer is not None and not self._trainer.died.is_set()
+        running = (self._group_seats if self._cluster.is_group else self._trainer_seats) if runs else ()
         trainers = [
             ProcessStatus(
                 name=seat.name,
@@ -216,9 +219,9 @@ class ModelCluster:
                 machine=seat.machine,
                 host=seat.host,
                 gpus=seat.gpus,
-                pid=seat.process.pid if seat.process is not None and is_up else 0,
+                pid=seat.process.pid if seat.process is not None and seat in running else 0,
                 generation=self.generation,
-                is_up=is_up,
+                is_up=seat in running,
             )
             for seat in self._trainer_seats
         ]
@@ -276,10 +279,28 @@ class ModelCluster:
 
     async def _start_trainer(self) -> TrainerEngine:
         if self._cluster.is_group:
-            return await start_group(self._trainer_seats, self._config, self._cluster, self.generation)
+            self._group_seats, cluster = await self._group()
+            return await start_group(self._group_seats, self._config, cluster, self.generation)
         (seat,) = self._trainer_seats
         config = self._config.model_copy(update={"sampler": "torch"}) if self._sampler_seats else self._config
         return await start_engine(seat, config, self._config.source, self.generation)
+
+    async def _group(self) -> tuple[Sequence[Seat], ClusterConfig]:
+        """The seats of the next group: all, or those that have a machine, if others have lost theirs and the settings
+        allow fewer."""
+        seats, cluster = self._trainer_seats, self._cluster
+        if not cluster.min_trainers:
+            return seats, cluster
+        have_place = await asyncio.gather(*(seat.has_place() for seat in seats))
+        placed = [seat for seat, has_place in zip(seats, have_place, strict=True) if has_place]
+        smaller = cluster.group_on(len(placed), deterministic=self._config.deterministic)
+        if len(placed) == len(seats) or smaller is None:
+            return seats, cluster  # whose start says what is missing
+        log.warning(
+            "%s: %d of %d training processes have no machine; going on with %d.",
+            *(self._config.source, len(seats) - len(placed), len(seats), smaller.trainers),
+        )
+        return placed[: smaller.trainers], smaller
 
     async def _start_vllm(self, trainer: TrainerEngine) -> SamplerPool:
         """Start vLLM servers, which need the card of the loaded model."""

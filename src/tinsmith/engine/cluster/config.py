@@ -30,6 +30,11 @@ class ClusterConfig(Settings):
     The weights have the same bits for every number of trainers with the same shards, one included. Each shard takes
     memory for a gradient of every adapter, and gradients travel whole. Default: 8 with several trainers, else 1."""
 
+    min_trainers: int = Field(default=0, ge=0)
+    """On a Ray cluster: fewest training processes with which a base model goes on when machines are lost and the
+    cluster has no others. The next start of the group takes all its processes again, if there are machines. Default:
+    the group waits for machines."""
+
     shard: bool = False
     """Shard the base model over the training processes with FSDP2, each of which gathers a layer at a time: for a base
     model that is larger than one device. Dense models of the fast path only; sampling then needs vLLM."""
@@ -50,6 +55,19 @@ class ClusterConfig(Settings):
     def is_group(self) -> bool:
         """Whether training takes a group of ranks, which may be a single one in deterministic mode."""
         return self.trainers > 1 or self.shards > 1 or self.shard
+
+    def group_on(self, seats: int, *, deterministic: bool) -> ClusterConfig | None:
+        """Settings of the largest group that `seats` seats and `min_trainers` allow; None if there is none.
+
+        In deterministic mode the shards stay, so that its weights have the same bits.
+        """
+        shards = self.shards_of_rows(deterministic=deterministic)
+        for count in range(min(seats, self.trainers), max(self.min_trainers, 1) - 1, -1):
+            if not deterministic:
+                return self.model_copy(update={"trainers": count})
+            if shards % count == 0:
+                return self.model_copy(update={"trainers": count, "shards": shards})
+        return None
 
     def shards_of_rows(self, *, deterministic: bool) -> int:
         """Shares that the ranks cut the rows of a request into. Raises ConfigError if the settings do not fit."""

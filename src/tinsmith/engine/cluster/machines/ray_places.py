@@ -78,9 +78,10 @@ def machine_name(host_name: str, node_id: str) -> str:
 class RayProcess:
     """A process in a seat. Implements PlacedProcess."""
 
-    def __init__(self, keeper: Any, started: StartedProcess, address: Address, ticket: Ticket) -> None:
+    def __init__(self, keeper: Any, machine: str, started: StartedProcess, address: Address, ticket: Ticket) -> None:
         self.address = address
         self.ticket = ticket
+        self.machine = machine
         self.died = asyncio.Event()
         self.code: int | None = None
         self.pid = started.pid
@@ -114,6 +115,8 @@ class RayProcess:
                 self.code = await self._keeper.ended.remote(self.pid)
                 break
             except ActorUnavailableError:  # perhaps the network: the same keeper may answer again
+                if await asyncio.to_thread(_is_lost, self.machine):
+                    break
                 await asyncio.sleep(RETRY_S)
             except RayError:
                 break
@@ -162,9 +165,16 @@ class RaySeat:
         started = await self._call("start", program, ticket)
         if not isinstance(started, StartedProcess):
             raise started
-        self.process = RayProcess(self._keeper, started, Address(ticket.host, started.port), ticket)
+        self.process = RayProcess(self._keeper, place.machine.name, started, Address(ticket.host, started.port), ticket)
         self._report = asyncio.create_task(self._log_end(self.process))
         return self.process
+
+    async def has_place(self) -> bool:
+        try:
+            await self.locate()
+        except EngineDied:
+            return False
+        return True
 
     async def free_port(self) -> int:
         place = await self.locate()
@@ -363,6 +373,15 @@ async def _ready(group: PlacementGroup, wanted: str) -> None:
 
 async def _as_coroutine(reference: Any) -> Any:
     return await reference
+
+
+def _is_lost(machine: str) -> bool:
+    """Whether Ray counts a machine as dead."""
+    try:
+        nodes = ray.nodes()
+    except (RayError, RuntimeError, OSError):  # nobody knows while the head is away
+        return False
+    return machine not in {_machine(node).name for node in nodes if node["Alive"]}
 
 
 def _machine(node: dict[str, Any]) -> Machine:
