@@ -79,7 +79,7 @@ def _details(model: dict[str, Any] | None) -> str:
         return ""
     memory = f", {model['weight_bytes'] / 1e9:.1f} GB" if model["weight_bytes"] else ""
     limit = f"; {model['context_limit']}" if model["context_limit"] else ""
-    images = ", takes images" if model["images"] else ""
+    images = ", takes images" if model.get("images") else ""
     device = f"{model['dtype']} on {model['device']}"
     lines = [f"{model['arch']}, {model['path']} path, {device}{memory}{images}{limit}"]
     for part, count in model["parameters_per_rank"].items():

@@ -44,6 +44,8 @@ class ModelSummary:
     """Why the context length is shorter than the model's own maximum; empty if it is not."""
     adapted_modules: Mapping[str, Sequence[str]]
     """Names of the modules that adapters reach by part: attn, mlp, unembed."""
+    images: bool
+    """Whether it takes images."""
     parameters_per_rank: Mapping[str, int]
     """Parameters of an adapter of rank 1 by part: attn, mlp, unembed."""
 
@@ -270,6 +272,7 @@ def _summary(card: ModelCard | None) -> ModelSummary | None:
         weight_bytes=card.weight_bytes,
         context_limit=card.context_limit,
         adapted_modules=dict(card.adapted_modules),
+        images=card.images is not None,
         parameters_per_rank=dict(card.parameters_per_rank),
     )
 
