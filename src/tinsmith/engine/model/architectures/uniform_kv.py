@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tinsmith.engine.model.architectures.latents import Latents
 from tinsmith.engine.model.attention import AttentionContext
 from tinsmith.engine.model.attention_rule import AttentionRule
 
@@ -34,8 +35,16 @@ class _UniformAttention:
     context: AttentionContext
     shape: UniformKV
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+    @property
+    def cached_queries(self) -> int:
+        return self.context.cached_queries
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, latents: Latents | None = None
+    ) -> Tensor:
         """As `AttentionContext.attend`."""
+        if latents is not None:  # the cache holds these, which have one shape
+            return self.context.attend(layer, query, key, value, rule, latents)
         shape, width = self.shape, value.shape[3]
         if key.shape[1] < shape.heads:
             key, value = (tensor.repeat_interleave(shape.heads // key.shape[1], 1) for tensor in (key, value))
