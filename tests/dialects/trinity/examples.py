@@ -91,6 +91,7 @@ EXAMPLES: dict[str, tuple[Any, Pairs]] = {
     "buffer.train_batch_size": (8, ()),
     "buffer.total_epochs": (2, (("buffer.total_steps", None),)),
     "buffer.total_steps": (5, ()),
+    "explorer.name": ("b_2", (("mode", "explore"),)),
     "explorer.rollout_model.engine_num": (3, ()),
     "explorer.rollout_model.dtype": ("float32", NO_TINKER),
     "explorer.rollout_model.seed": (7, ()),
