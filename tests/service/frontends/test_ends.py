@@ -43,6 +43,7 @@ def frontends_of(running: Child) -> list[psutil.Process]:
     raise AssertionError("There are no two front ends.")
 
 
+@pytest.mark.slow
 def test_silent_front_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails without `Frontend._watch`: a stopped front end holds its clients forever."""
     monkeypatch.setenv(COUNT, "1")

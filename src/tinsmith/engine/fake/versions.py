@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 
 from tinsmith.engine.fake.model import FakeAdapter, read_adapter, write_adapter
@@ -30,6 +31,9 @@ class FakeVersions:
 
     def __len__(self) -> int:
         return len(self._unwritten) + len(self._folders)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._unwritten, *self._folders])
 
     def capture(self, version: str, adapter: FakeAdapter) -> None:
         """Add a version that is in memory only."""
@@ -59,7 +63,7 @@ class FakeVersions:
 
     def clear(self) -> None:
         """Remove all versions."""
-        for version in [*self._unwritten, *self._folders]:
+        for version in self:
             self.detach(version)
 
     async def adapter(self, version: str) -> FakeAdapter:
