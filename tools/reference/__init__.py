@@ -32,7 +32,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "http-routes": http.routes,
     "http-bodies": http.bodies,
     "python-api": api.page,
-    **{f"measured-{name}": partial(results.measured, name) for name in ("faults", "power-cuts", "load", "soak")},
+    **{
+        f"measured-{name}": partial(results.measured, name)
+        for name in ("faults", "power-cuts", "load", "requests", "soak")
+    },
 }
 
 _BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
