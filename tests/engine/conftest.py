@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,9 @@ def wait() -> Iterator[Wait]:
         yield runner.run
 
 
-@pytest.fixture(scope="session")
-def engine_of(tiny: Callable[[str], Path], wait: Wait) -> Iterator[Callable[..., Any]]:
-    """A float32 engine on the CPU by the kind of its tiny base model, created once for each combination of settings."""
+@contextmanager
+def engines(folder_of: Callable[[str], Path], wait: Wait) -> Iterator[Callable[..., Any]]:
+    """A float32 engine on the CPU by the kind of its base model, created once for each combination of settings."""
     from tinsmith.engine.process import build  # imports torch
 
     made: dict[Any, Any] = {}
@@ -37,12 +38,19 @@ def engine_of(tiny: Callable[[str], Path], wait: Wait) -> Iterator[Callable[...,
         key = (kind, *sorted(settings.items()))
         if key not in made:
             options = {"dtype": "float32", "device": "cpu", "threads": 1, **settings}
-            made[key] = build(EngineConfig(source=str(tiny(kind)), **options))
+            made[key] = build(EngineConfig(source=str(folder_of(kind)), **options))
         return made[key]
 
     yield engine
     for engine in made.values():
         wait(engine.close())
+
+
+@pytest.fixture(scope="session")
+def engine_of(tiny: Callable[[str], Path], wait: Wait) -> Iterator[Callable[..., Any]]:
+    """Engines on the tiny base models."""
+    with engines(tiny, wait) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +63,12 @@ def engine(engine_of: Callable[..., Any]) -> Any:
 def model_id() -> str:
     """A unique model id."""
     return f"model-{next(_numbers)}"
+
+
+@pytest.fixture
+def cache_scope(model_id: str) -> str:
+    """A cache scope that no other test uses."""
+    return f"space-of-{model_id}"
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ Rows are several times longer than the window of 8 tokens, and share prefixes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch.nn.attention import flex_attention as flex
 
 from tests.architectures import save_tiny, tiny_model
+from tests.engine.conftest import engines
 from tests.engine.inspection import gradients_of
 from tests.engine.reference import Reference, assert_same, plain_model, write_adapter
 from tests.engine.sampling.helpers import sample_request
@@ -74,20 +75,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="module")
-def engine_for(saved: Callable[[str], Path], wait: Any) -> Any:
-    from tinsmith.engine.process import build
-
-    engines: dict[str, Any] = {}
-
-    def engine(kind: str) -> Any:
-        if kind not in engines:
-            config = EngineConfig(source=str(saved(kind)), dtype="float32", device="cpu", threads=1)
-            engines[kind] = build(config)
-        return engines[kind]
-
-    yield engine
-    for built in engines.values():
-        wait(built.close())
+def engine_for(saved: Callable[[str], Path], wait: Any) -> Iterator[Callable[..., Any]]:
+    with engines(saved, wait) as engine:
+        yield engine
 
 
 def request(name: str, rows: list[np.ndarray]) -> Pass:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.architectures import save_tiny, tiny_model
+from tests.engine.conftest import engines
 from tests.engine.reference import plain_model
 from tests.engine.sampling.helpers import assert_same_samples, sample_request, trained_logprobs
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, SampleResult
-from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.model.architectures import latents
 from tinsmith.engine.model.attention_rule import AttentionRule
 
@@ -39,27 +39,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="module")
-def engine_for(saved: Callable[[str], Path], wait: Any) -> Any:
-    from tinsmith.engine.process import build
-
-    engines: dict[Any, Any] = {}
-
-    def engine(kind: str = "deepseek_v3", **settings: Any) -> Any:
-        key = (kind, *sorted(settings.items()))
-        if key not in engines:
-            options = {"dtype": "float32", "device": "cpu", "threads": 1, **settings}
-            engines[key] = build(EngineConfig(source=str(saved(kind)), **options))
-        return engines[key]
-
-    yield engine
-    for built in engines.values():
-        wait(built.close())
-
-
-@pytest.fixture
-def cache_scope(model_id: str) -> str:
-    """A cache scope that no other test uses."""
-    return f"space-of-{model_id}"
+def engine_for(saved: Callable[[str], Path], wait: Any) -> Iterator[Callable[..., Any]]:
+    with engines(saved, wait) as engine:
+        yield engine
 
 
 class WholeRow:
@@ -130,7 +112,7 @@ def test_continued_prompt_takes_the_cheaper_form(
     queries: int, form: str, engine_for: Any, wait: Any, cache_scope: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From 48 queries for each cached token on, as the tiny model's widths have it."""
-    engine, forms = engine_for(), set[bool]()
+    engine, forms = engine_for("deepseek_v3"), set[bool]()
 
     def observed(latents_of_pass: latents.Latents, cached: Tensor) -> tuple[Tensor, Tensor]:
         forms.add(latents_of_pass.absorbs)
@@ -156,7 +138,7 @@ def adapted(engine: Any, wait: Any, model_id: str, seed: int) -> None:
 
 def test_sampler_agrees_with_trainer_for_two_tenants(engine_for: Any, wait: Any, model_id: str) -> None:
     """Decoding and a continued prefix attend to latents; the trainer expands them."""
-    engine, names = engine_for(), [f"{model_id}-{number}" for number in (1, 2)]
+    engine, names = engine_for("deepseek_v3"), [f"{model_id}-{number}" for number in (1, 2)]
     for seed, name in enumerate(names, 1):
         adapted(engine, wait, name, seed)
 
@@ -176,7 +158,7 @@ def test_sampler_agrees_with_trainer_for_two_tenants(engine_for: Any, wait: Any,
 def test_group_reads_latents_of_its_prompt(
     engine_for: Any, wait: Any, cache_scope: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, settings = engine_for(), {"max_tokens": 70, "num_samples": 4}  # rows move to larger ones
+    engine, settings = engine_for("deepseek_v3"), {"max_tokens": 70, "num_samples": 4}  # rows move to larger ones
     expected = wait(engine.sample(sample_request(TOKENS[:90], cache_scope=cache_scope, **settings)))
     monkeypatch.setattr("tinsmith.engine.sampling.capacity.MIN_SHARED_TOKENS", 64)
     observed = list[int]()
@@ -189,7 +171,7 @@ def test_group_reads_latents_of_its_prompt(
 
 def test_bfloat16_keeps_sampler_and_trainer_equal(engine_for: Any, wait: Any, model_id: str) -> None:
     """There caches keep keys and values. Fails without that condition of `install`: experts flip (0.02 on average)."""
-    engine = engine_for(dtype="bfloat16")
+    engine = engine_for("deepseek_v3", dtype="bfloat16")
     assert engine.sampler.batch.kv_cache._shape.latent_width == 0
     wait(engine.create(model_id, LoraSpec(rank=2, seed=0)))
     gaps = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tests.architectures import save_tiny, tiny_config, tiny_model
+from tests.engine.conftest import engines
 from tests.engine.inspection import gradients_of
 from tests.engine.reference import Reference, assert_same, plain_model, write_adapter
 from tests.engine.sampling.helpers import sample_request, trained_logprobs
 from tinsmith.engine.base import Datum, LoraSpec, ModelCard, Pass, SampleResult
-from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.model import packing, support
 from tinsmith.engine.model.architectures import longrope
 from tinsmith.engine.sampling import row_renewal
@@ -51,27 +51,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="module")
-def engine_for(saved: Callable[[str], Path], wait: Any) -> Any:
-    from tinsmith.engine.process import build
-
-    engines: dict[Any, Any] = {}
-
-    def engine(kind: str, **settings: Any) -> Any:
-        key = (kind, *sorted(settings.items()))
-        if key not in engines:
-            options = {"dtype": "float32", "device": "cpu", "threads": 1, **settings}
-            engines[key] = build(EngineConfig(source=str(saved(kind)), **options))
-        return engines[key]
-
-    yield engine
-    for built in engines.values():
-        wait(built.close())
-
-
-@pytest.fixture
-def cache_scope(model_id: str) -> str:
-    """A cache scope that no other test uses."""
-    return f"space-of-{model_id}"
+def engine_for(saved: Callable[[str], Path], wait: Any) -> Iterator[Callable[..., Any]]:
+    with engines(saved, wait) as engine:
+        yield engine
 
 
 def datum(row: np.ndarray) -> Datum:

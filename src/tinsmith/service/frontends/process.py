@@ -12,12 +12,8 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
-import uvicorn
 from typing_extensions import override
 
 from tinsmith.service.frontends.channel import Channel, connect
@@ -31,12 +27,12 @@ from tinsmith.service.frontends.messages import (
     Stop,
 )
 from tinsmith.service.limits.connections import (
-    KEEP_ALIVE_S,
     AddressCounts,
     BoundedProtocol,
     Connections,
     Refusal,
 )
+from tinsmith.service.limits.http_server import BoundedServer
 from tinsmith.service.limits.parsing import Parsers
 from tinsmith.service.observability.logs import configure_logging
 
@@ -81,34 +77,19 @@ class ReportedConnections(Connections):
             connection.refuse(Refusal(status=message.status, detail=message.detail))
 
 
-class _Server(uvicorn.Server):
+class _Server(BoundedServer):
     def stop(self) -> None:
         """Accept no more connections; end when the open responses have ended."""
         self.should_exit = True
         for server in self.servers if self.started else ():
             server.close()
 
-    @override
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
 
 async def run(listener: socket.socket, to_core: socket.socket, settings: FrontendSettings) -> None:
     """Serve until the core stops this front end, or ends."""
     parsers = Parsers()
     forwarder, connections = Forwarder(parsers), ReportedConnections(settings.request_timeout_s)
-    options = uvicorn.Config(
-        forwarder,
-        http=partial(BoundedProtocol, connections=connections),  # type: ignore[arg-type]
-        ws="none",
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=GRACE_S,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        lifespan="off",
-    )
-    server = _Server(options)
+    server = _Server(forwarder, connections, GRACE_S)
 
     def receive(message: Any) -> None:
         if isinstance(message, RefuseConnection):
@@ -139,10 +120,7 @@ async def _send_signs_of_life(channel: Channel) -> None:
 
 def main() -> None:
     """Entry point of the process."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # they are for the core, which finishes what runs and then stops this
+    for number in (signal.SIGINT, signal.SIGTERM):  # for the core, which finishes what runs and then stops this
         signal.signal(number, signal.SIG_IGN)
     listener, to_core = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     settings = FrontendSettings(*json.loads(sys.argv[3]))

@@ -10,12 +10,10 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-import uvicorn
 from starlette.types import ASGIApp
 from typing_extensions import override
 
@@ -24,7 +22,8 @@ from tinsmith.service.config import ServeConfig
 from tinsmith.service.dependencies import Service
 from tinsmith.service.frontends.messages import FrontendSettings
 from tinsmith.service.frontends.pool import FrontendPool
-from tinsmith.service.limits.connections import KEEP_ALIVE_S, BoundedProtocol, Connections
+from tinsmith.service.limits.connections import Connections
+from tinsmith.service.limits.http_server import BoundedServer
 from tinsmith.service.observability.systemd import STOPPING, Notifier
 
 log = logging.getLogger(__name__)
@@ -53,27 +52,13 @@ def http_server(app: ASGIApp, service: Service) -> HttpServer:
     """The server that the settings ask for."""
     config = service.config
     if not config.frontends:
-        return _OwnServer(app, Connections(service.connections, config.request_timeout_s))
+        return _OwnServer(app, Connections(service.connections, config.request_timeout_s), GRACE_S)
     settings = FrontendSettings(config.request_timeout_s, config.log_format, config.log_level)
     return _Frontends(FrontendPool(app, service.connections, config.frontends, settings))
 
 
-class _OwnServer(uvicorn.Server):
+class _OwnServer(BoundedServer):
     """HTTP in this process."""
-
-    def __init__(self, app: ASGIApp, connections: Connections) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=partial(BoundedProtocol, connections=connections),  # type: ignore[arg-type]
-                ws="none",
-                log_config=None,
-                access_log=False,
-                timeout_graceful_shutdown=GRACE_S,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                lifespan="off",
-            )
-        )
 
     @override
     async def serve(self, listener: socket.socket) -> None:  # type: ignore[override]
@@ -82,11 +67,6 @@ class _OwnServer(uvicorn.Server):
     def stop(self, *, force: bool = False) -> None:
         self.force_exit = self.force_exit or force
         self.should_exit = True
-
-    @override
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class _Frontends:

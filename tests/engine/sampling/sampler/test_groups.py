@@ -18,12 +18,6 @@ PROMPT = tuple(int(token) for token in np.random.default_rng(7).integers(3, 500,
 GROUP = 6
 
 
-@pytest.fixture
-def cache_scope(model_id: str) -> str:
-    """A cache scope that no other test uses."""
-    return f"space-of-{model_id}"
-
-
 def sample_pair(engine: Any, wait: Any, prompt: Any = PROMPT, **settings: Any) -> SampleResult:
     """The first two samples of a group, which are too few to share the prompt."""
     return wait(engine.sample(sample_request(prompt, num_samples=2, **settings)))

@@ -25,12 +25,6 @@ def uncached(engine_of: Any) -> Any:
     return engine_of("llama", cache_tokens=1)
 
 
-@pytest.fixture
-def cache_scope(model_id: str) -> str:
-    """A cache scope that no other test uses."""
-    return f"space-of-{model_id}"
-
-
 def next_prompt(prompt: Any, sampled: SampleResult, *more: int, sample: int = 0) -> tuple[int, ...]:
     """The prompt of the next turn: prompt, sampled tokens, further tokens."""
     return (*prompt, *sampled.sequences[sample].tokens.tolist(), *more)
