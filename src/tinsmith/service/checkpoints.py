@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from tinsmith.atomic import link_folder
 from tinsmith.errors import BadRequest, NotFound
 from tinsmith.service.budgets.orphans import UnrecordedFolders
 from tinsmith.service.budgets.versions import VersionUse
@@ -61,6 +60,22 @@ class Checkpoints:
     async def present(self, checkpoint: Checkpoint) -> Path:
         """A checkpoint's folder, fetched from the object store if it is not here. Waits while that is unavailable."""
         return await self._copies.ensure(self.folder(checkpoint.id), checkpoint.digest)
+
+    async def source(self, checkpoint: Checkpoint) -> Path:
+        """What an engine reads the checkpoint from: its folder, or its object. Waits as `present`."""
+        return await self._copies.source(self.folder(checkpoint.id), checkpoint.digest)
+
+    async def link(self, checkpoint: Checkpoint, to: Path) -> str | None:
+        """Give a checkpoint's files another name, so that it can be deleted. Returns the digest of their object."""
+        return await self._copies.link(self.folder(checkpoint.id), checkpoint.digest, to)
+
+    async def source_of(self, folder: Path) -> Path:
+        """What an engine reads a folder from that is no checkpoint's."""
+        return await self._copies.source(folder, None)
+
+    async def bring(self, folder: Path) -> None:
+        """Have a folder here that an engine has just written and that is not to be published."""
+        await self._copies.bring(folder)
 
     async def publish(self, checkpoint_id: str, *, waits: bool = True) -> str | None:
         """Store a written folder in the object store, if there is one, and return the digest for its record."""
@@ -233,8 +248,8 @@ class CheckpointCopies:
                 raise BadRequest(f"Model {run} exists.", "Copy into the next model_seq_id.")
             model, copy = _copied_records(source, owner, session, run, body.ttl_seconds)
             with self._checkpoints.new_folder(copy.id) as folder:
-                await asyncio.to_thread(link_folder, await self._checkpoints.present(source), folder)
-            await self._store.put(session, model, copy)
+                digest = await self._checkpoints.link(source, folder)
+            await self._store.put(session, model, replace(copy, digest=digest))
             self._checkpoints.recorded(copy.id)
             return copy, True
 

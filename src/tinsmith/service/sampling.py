@@ -214,9 +214,9 @@ class Sampling:
         return model.inflight if model is not None else None
 
     def _owner_of(self, sampler_id: str) -> str | None:
-        """Tenant of a sampling session."""
-        sampler = self._store.find(SamplingSession, sampler_id)
-        return sampler.owner if sampler is not None else None
+        """Tenant of a sampling session, whose record may be deleted before its session's."""
+        session = self._store.find(Session, sampler_id.partition(":")[0])
+        return session.owner if session is not None else None
 
     async def drain(self) -> None:
         """Wait until nothing runs."""
@@ -333,7 +333,7 @@ class Sampling:
                 "Save the weights again, under a name if they are to stay (docs/guides/storage-budgets.md).",
             )
         if checkpoint.ready:
-            await host.attach(version, await self._checkpoints.present(checkpoint))
+            await host.attach(version, await self._checkpoints.source(checkpoint))
         else:
             model = self._store.find(Model, checkpoint.run)
             if model is None or model.state != "live":

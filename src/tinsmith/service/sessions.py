@@ -16,7 +16,7 @@ from dataclasses import replace
 from tinsmith.errors import BadRequest, EngineDied, Forbidden, NotFound
 from tinsmith.service.budgets.activity import SessionActivity
 from tinsmith.service.budgets.disk import DiskMonitor
-from tinsmith.service.budgets.versions import LOW_DISK_RETENTION_S, VersionLimits
+from tinsmith.service.budgets.versions import IN_USE_S, VersionLimits
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.observability.audit import AuditLog
 from tinsmith.service.observability.logs import add_log_context
@@ -88,12 +88,13 @@ class SessionCleanup:
             await worker.cancel_session(session.id)
 
     async def _age_versions(self) -> None:
-        """Delete the unnamed versions that are neither new nor in use; a sample from one fails after that."""
+        """Delete the unnamed versions that are neither new nor in use, with the sampling sessions on them."""
         limits = self._versions
         if self._disk.is_low:
-            limits = replace(limits, retention_s=min(limits.retention_s, LOW_DISK_RETENTION_S))
+            limits = replace(limits, retention_s=min(limits.retention_s, IN_USE_S))
         inflight = [model.inflight for model in self._store.all(Model)]
         for version in self._checkpoints.use.aged_out(self._store.all(Checkpoint), inflight, limits):
+            await self._store.remove(*self._store.users_of(version.id))  # sampling sessions: no model follows it
             await self._checkpoints.remove(version)
             await self._detach(version.id, version.base_model)
 

@@ -170,15 +170,21 @@ def test_damaged_backup_is_refused(data: Path, tmp_path: Path) -> None:
 def test_nothing_but_a_backup_is_replaced(data: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
-    for destination, reason in ((tmp_path / "other", "not a backup"), (data / "inside", "as a whole")):
+    file = tmp_path / "other" / "file"
+    for destination, reason in (
+        (tmp_path / "other", "not a backup"),
+        (file, "file is not a backup"),
+        (data / "inside", "as a whole"),
+    ):
         with pytest.raises(ConfigError, match=reason):
             back_up(data, None, destination)
     back_up(data, None, tmp_path / "backup")
     for folder in (data, tmp_path / "other"):
         with pytest.raises(ConfigError, match="is not empty"):
             restore(tmp_path / "backup", folder, None)
-    with pytest.raises(ConfigError, match="holds no database"):
-        back_up(tmp_path / "other", None, tmp_path / "second")
+    for folder in (tmp_path / "other", tmp_path / "none"):
+        with pytest.raises(ConfigError, match="holds no database"):
+            back_up(folder, None, tmp_path / "second")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["backup", "data", "other"]
     assert [entry.name for entry in (tmp_path / "other").iterdir()] == ["file"]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.service.support.inprocess import api, until
+from tinsmith.atomic import atomic_folder
 from tinsmith.service.budgets.orphans import UnrecordedFolders
 from tinsmith.service.storage.records import Checkpoint, Model
 
@@ -28,6 +29,27 @@ def test_orphan_is_deleted_by_its_own_database_only(tmp_path: Path) -> None:
     assert first.delete_orphans(lambda name: name == "a") == 1
     assert sorted(path.name for path in (tmp_path / "root").rglob("*")) == ["a", "c", "home"]
     assert first.delete_orphans(lambda name: False) == 0
+
+
+def test_what_a_killed_engine_has_written_is_deleted(tmp_path: Path) -> None:
+    """Fails without `remove_unfinished` and `rmtree` in `noted`: only the next start would delete it."""
+    folder = tmp_path / "root" / "a"
+
+    def write() -> None:
+        with UnrecordedFolders(folder.parent, "one").noted(folder.name):
+            with atomic_folder(folder):
+                pass
+            writer = atomic_folder(folder)
+            unfinished.append(writer.__enter__())
+            writers.append(writer)  # never ended
+            raise Killed
+
+    unfinished: list[Path] = []
+    writers: list[object] = []
+    with pytest.raises(Killed):
+        write()
+    assert not unfinished[0].exists()
+    assert list(folder.parent.iterdir()) == []
 
 
 @pytest.mark.parametrize("call", ["finish", "cover"])

@@ -31,9 +31,11 @@ def version(number: int, created: float, run: str = "m", **values) -> Checkpoint
     return replace(made, **values)
 
 
-def test_aged_out_versions_equal_the_definition() -> None:
-    """A version stays if it is among the newest of its run, or was created or sampled from within the retention."""
+def test_aged_out_versions_equal_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version stays if it is among the newest of its run or in use, or else if it is within the retention and among
+    the `most` that were used last."""
     draw = random.Random(3)
+    monkeypatch.setattr("tinsmith.service.budgets.versions.IN_USE_S", 20.0)
     for _ in range(200):
         now = [0.0]
         use = VersionUse(lambda now=now: now[0])
@@ -48,13 +50,16 @@ def test_aged_out_versions_equal_the_definition() -> None:
 
             asyncio.run(sample())
         now[0] = 100.0
-        limits = VersionLimits(newest=draw.randrange(1, 4), retention_s=draw.uniform(1, 99))
+        limits = VersionLimits(newest=draw.randrange(1, 4), most=draw.randrange(1, 7), retention_s=draw.uniform(1, 99))
         expected = set()
-        for each in versions:
-            newer = sum(other.run == each.run and other.created > each.created for other in versions)
-            last = max(each.created, sampled.get(each.id, 0.0))
-            if newer >= limits.newest and last < 100 - limits.retention_s:
-                expected.add(each.id)
+        for run in "mn":
+            of_run = [each for each in versions if each.run == run]
+            last = {each.id: max(each.created, sampled.get(each.id, 0.0)) for each in of_run}
+            newest = sorted(of_run, key=lambda each: each.created)[-limits.newest :]
+            for each in sorted((each for each in of_run if each not in newest), key=lambda each: last[each.id]):
+                is_excess = len({each.id for each in of_run} - expected) > limits.most
+                if last[each.id] < 100 - limits.retention_s or (last[each.id] < 80 and is_excess):
+                    expected.add(each.id)
         assert {old.id for old in use.aged_out(versions, (), limits)} == expected
 
 
@@ -64,7 +69,7 @@ def test_versions_in_use_never_age_out() -> None:
     versions = [version(0, 0.0), version(1, 1.0, ready=False), version(2, 2.0), version(3, 3.0, kind="weights")]
     versions.append(version(4, 4.0))
     now[0] = 1000.0
-    limits = VersionLimits(newest=1, retention_s=10.0)
+    limits = VersionLimits(newest=1, most=9, retention_s=10.0)
 
     async def main() -> None:
         async with use.sampling("m0"), use.sampling(None):
@@ -101,9 +106,10 @@ def test_old_version_is_deleted_and_its_samples_fail(tmp_path: Path) -> None:
             stayed = {app.service.store.find(SamplingSession, sampler).version for sampler in samplers[3:]}  # type: ignore[union-attr]
             assert {folder.name for folder in (tmp_path / "checkpoints").glob("[!.]*")} == stayed
             assert set(engine._versions) == stayed
-            answer = await sampled(app, samplers[0], 1)
-            assert answer.status_code == 200
-            assert "save the weights again" in answer.json()["error"].lower()
+            answer = await app.post("asample", sample_body(samplers[0], 1))
+            assert answer.status_code == 404
+            assert "save the weights again" in answer.text
+            assert len(app.service.store.all(SamplingSession)) == 2  # else a run would leave one at each step
             assert (await sampled(app, samplers[3], 0)).headers["content-type"] == "application/x-protobuf"
 
     asyncio.run(main())
@@ -111,7 +117,7 @@ def test_old_version_is_deleted_and_its_samples_fail(tmp_path: Path) -> None:
 
 def test_low_disk_shortens_the_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinsmith.service.budgets.disk.CACHE_S", 0.0)
-    monkeypatch.setattr("tinsmith.service.sessions.LOW_DISK_RETENTION_S", 0.0)
+    monkeypatch.setattr("tinsmith.service.sessions.IN_USE_S", 0.0)
 
     async def main() -> None:
         async with api(tmp_path, sampler_versions=1) as app:
@@ -126,5 +132,53 @@ def test_low_disk_shortens_the_retention(tmp_path: Path, monkeypatch: pytest.Mon
             app.service.disk._measure = lambda folder: 0
             app.service.sessions.wake()
             await until(lambda: len(app.service.store.all(Checkpoint)) == 1)
+
+    asyncio.run(main())
+
+
+def test_saves_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions that are not on disk take memory. Fails without `wait_for_room` in the save of unnamed weights."""
+    monkeypatch.setattr("tinsmith.service.training.background_writes.MAX_UNWRITTEN", 2)
+
+    async def main() -> None:
+        start = Factory()
+        async with api(tmp_path, start) as app:
+            model = await app.model()
+            engine = start.made[0].engine
+            assert isinstance(engine, MortalEngine)
+            persist, free = engine.persist, asyncio.Event()
+
+            async def slow(version: str, to: Path) -> int:
+                await free.wait()
+                return await persist(version, to)
+
+            monkeypatch.setattr(engine, "persist", slow)
+            saves = [asyncio.create_task(unnamed(app, model, seq)) for seq in range(1, 5)]
+            await until(lambda: sum(save.done() for save in saves) == 2)
+            await asyncio.sleep(0.05)
+            assert sum(save.done() for save in saves) == 2
+            free.set()
+            assert len(set(await asyncio.gather(*saves))) == 4
+
+    asyncio.run(main())
+
+
+def test_saves_fail_while_writes_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that waited for a full disk would hold up the requests of all models."""
+    monkeypatch.setattr("tinsmith.service.training.background_writes.MAX_UNWRITTEN", 1)
+
+    async def main() -> None:
+        start = Factory()
+        async with api(tmp_path, start) as app:
+            model = await app.model()
+
+            async def failing(version: str, to: Path) -> int:
+                raise OSError(28, "No space left on device")
+
+            monkeypatch.setattr(start.made[0].engine, "persist", failing)
+            await unnamed(app, model, 1)
+            body = {"model_id": model, "seq_id": 2, "sampling_session_seq_id": 2}
+            answer = await app.result((await app.post("save_weights_for_sampler", body)).json())
+            assert "No space left on device" in answer.json()["error"]
 
     asyncio.run(main())

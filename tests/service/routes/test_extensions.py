@@ -47,6 +47,7 @@ def test_capabilities_list_the_extensions(served: Served) -> None:
     answer = httpx.get(f"{served.url}/api/v1/get_server_capabilities", headers={"X-API-Key": served.key}).json()
     names = {place: list(names) for place, names in EXTENSIONS.items()}
     assert answer["extensions"] == names | {"path": ["@live"], "asample": ["return_routed_experts"]}
+    assert [(model["model_name"], model["images"]) for model in answer["supported_models"]] == [("toy", False)]
     rest = tinker.RestClient(base_url=served.url, api_key=served.key)
     assert [model.model_name for model in rest.get_server_capabilities().result().supported_models] == ["toy"]
 

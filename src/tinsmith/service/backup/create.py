@@ -57,6 +57,7 @@ def back_up(data: Path, database: str | None, destination: Path) -> BackupResult
     Raises ConfigError if there is no database, if `destination` holds anything but a backup, or if it cannot be
     written.
     """
+    require_database(data, database)
     destination = destination.absolute()
     previous = _previous(data, destination)
     try:
@@ -92,7 +93,6 @@ def _previous(data: Path, destination: Path) -> Manifest | None:
 
 def _collect(data: Path, database: str | None, staging: Path) -> Manifest:
     """Link the folders and copy the database and the single files. Returns the manifest without files."""
-    require_database(data, database)
     with held(data / PAYLOADS_FOLDER):
         return _collect_held(data, database, staging)
 

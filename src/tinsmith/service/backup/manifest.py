@@ -68,7 +68,7 @@ def read_manifest(folder: Path) -> Manifest:
         values = json.loads((folder / MANIFEST).read_text())
         files = {path: FileEntry(**entry) for path, entry in values.pop("files").items()}
         manifest = Manifest(**values, files=files)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"{folder} is not a backup: it has no {MANIFEST}.", "Name one of tinsmith backup.") from error
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{folder / MANIFEST} cannot be read: {error}", "Use another backup.") from error

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tinsmith.atomic import remove_unfinished
+
 
 class UnrecordedFolders:
     """Notes about folders below `root`, as files in a folder beside it.
@@ -23,12 +25,16 @@ class UnrecordedFolders:
 
     @contextmanager
     def noted(self, name: str) -> Iterator[None]:
-        """Note the folder `name`, which the block writes. If it is not there after an error, the note is removed."""
+        """Note the folder `name`, which the block writes. After an error it is deleted, with what a killed engine has
+        written of it, because the next attempt has another name."""
         self._notes.mkdir(parents=True, exist_ok=True)
         self._note(name).write_text(self._database)
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            remove_unfinished(self._root / name)
+            if isinstance(error, Exception):  # what was cancelled may still be written
+                shutil.rmtree(self._root / name, ignore_errors=True)
             if not (self._root / name).exists():
                 self.recorded(name)
             raise

@@ -1,7 +1,8 @@
 """Which unnamed sampler versions age out: those that are neither among the newest of their model nor in use.
 
 A run that samples on the current weights leaves a version at each step. The newest versions of a model always stay, so
-that samples of a few steps ago find their weights; older ones stay while they are sampled from.
+that samples of a few steps ago find their weights; older ones stay while they are sampled from. Their number is
+limited: a version of SmolLM2 at rank 32 takes 45 MB on disk.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 
 from tinsmith.service.storage.records import Checkpoint
 
-LOW_DISK_RETENTION_S = 600.0
-"""Longest retention of versions that are not in use while the disk is low."""
+IN_USE_S = 600.0
+"""A version is in use for so long after it was saved or last sampled from: no limit deletes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class VersionLimits:
 
     newest: int
     """Number of the newest versions that always stay."""
+    most: int
+    """Number of versions that stay at most; those in use stay all the same."""
     retention_s: float
     """Older ones stay so long after they were saved or last sampled from."""
 
@@ -65,11 +68,16 @@ class VersionUse:
         for checkpoint in checkpoints:
             if checkpoint.kind == "ephemeral" and checkpoint.id not in followed:
                 by_run.setdefault(checkpoint.run, []).append(checkpoint)
-        before = self._clock() - limits.retention_s
+        now = self._clock()
         old = []
         for versions in by_run.values():
             versions.sort(key=lambda version: version.created, reverse=True)
-            old += [version for version in versions[limits.newest :] if version.ready and self._last(version) < before]
+            unused = [(self._last(version), version) for version in versions[limits.newest :] if version.ready]
+            unused = [(last, version) for last, version in unused if last < now - min(IN_USE_S, limits.retention_s)]
+            unused.sort(key=lambda entry: entry[0])
+            excess = len(versions) - limits.most
+            before = now - limits.retention_s
+            old += [version for number, (last, version) in enumerate(unused) if number < excess or last < before]
         return old
 
     def _last(self, version: Checkpoint) -> float:

@@ -47,7 +47,9 @@ async def import_checkpoint(
         optimizer = await asyncio.to_thread(_check_files, source)
         engine = await worker.host.wait_until_ready()
         with service.checkpoints.new_folder(checkpoint_id) as folder:
-            size = await _rewritten(engine, source, folder, optimizer=optimizer)
+            read = await service.checkpoints.source_of(source)
+            size = await _rewritten(engine, read, folder, optimizer=optimizer)
+            await service.checkpoints.bring(folder)
             lora = await asyncio.to_thread(read_spec, folder)
             _check_spec(lora)  # a pattern of ranks may give more than the config's
     digest = await service.checkpoints.publish(checkpoint_id)

@@ -88,7 +88,8 @@ async def telemetry(_tenant: Tenant) -> dict[str, str]:
 
 @router.get("/get_server_capabilities")
 async def get_server_capabilities(_tenant: Tenant, service: ServiceDep) -> dict[str, Any]:
-    """Served models with their context lengths and routers, and extensions of the protocol by the field they extend."""
+    """Served models with their context lengths, routers and whether they take images, and extensions of the protocol by
+    the field they extend."""
     models = []
     for name, worker in service.workers.items():
         card = await worker.host.card()
@@ -99,6 +100,7 @@ async def get_server_capabilities(_tenant: Tenant, service: ServiceDep) -> dict[
                 "trainable": True,
                 "sampleable": True,
                 "router": None if card.router is None else asdict(card.router),
+                "images": card.images is not None,
             }
         )
     extensions = {place: list(names) for place, names in {**EXTENSIONS, "path": (LIVE,), "asample": RECORDING}.items()}

@@ -1,6 +1,7 @@
 """Background writes of unnamed versions, which the engine can use from memory at once.
 
 Until a version is on disk, only a replay of its request can make it again, so no captured state may cover the request.
+Versions that are not written yet take memory, so a client that saves faster than the disk writes has to wait.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from tinsmith.atomic import remove_unfinished
 from tinsmith.errors import EngineDied, EngineError, TinsmithError
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.engines.host import EngineHost
@@ -18,6 +20,10 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 30.0
 """Time between two attempts to write a version: a full disk may be emptied."""
+MAX_UNWRITTEN = 16
+"""Versions of an engine that wait for their write at most; one of SmolLM2 at rank 32 takes 45 MB of memory."""
+LOOK_S = 0.5
+"""Time between two looks at whether the writes fail."""
 
 
 class BackgroundWriter:
@@ -27,16 +33,31 @@ class BackgroundWriter:
         self._host = host
         self._store = store
         self._checkpoints = checkpoints
+        self._sizes: dict[str, int] = {}
+        """Bytes of the versions that the engine has written, once only, and that the object store does not have yet."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
+        self._error: Exception | None = None
+        """Why the last write failed; None if it did not."""
 
     def has_unwritten_versions(self, model: Model) -> bool:
         """Whether a version of this model is not on disk yet."""
         return any(not version.ready for version in self._store.checkpoints_of_run(model.id))
 
+    async def wait_for_room(self) -> None:
+        """Wait until fewer than MAX_UNWRITTEN versions wait for their write. Raises EngineError if writes fail."""
+        while len(self._tasks) >= MAX_UNWRITTEN:
+            if self._error is not None:
+                raise EngineError(
+                    f"{len(self._tasks)} sampling sessions, saved before this, are not on disk yet: {self._error}",
+                    "Send it again later.",
+                )
+            await asyncio.wait(self._tasks, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+
     def schedule(self, version: Checkpoint) -> None:
         """Start writing a version that the running engine has just captured."""
         self._host.attached.add(version.id)
+        self._sizes.pop(version.id, None)
         task = asyncio.create_task(self._write(version))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -70,15 +91,27 @@ class BackgroundWriter:
             except (TinsmithError, OSError) as error:
                 if not self._is_unwritten(version):
                     return  # replaced, or its session ended, during the write
+                self._error = error
                 log.warning("Version %s is not on disk, next attempt in %.0f s: %s", version.name, RETRY_S, error)
                 await asyncio.sleep(RETRY_S)
 
     async def _persist(self, version: Checkpoint) -> None:
         async with self._lock:
             if not self._is_unwritten(version):
+                self._sizes.pop(version.id, None)
                 return
-            size = await self._host.engine.persist(version.id, self._checkpoints.folder(version.id))
+            size = self._sizes.get(version.id)
+            if size is None:
+                folder = self._checkpoints.folder(version.id)
+                try:
+                    size = await self._host.engine.persist(version.id, folder)
+                except EngineDied:
+                    remove_unfinished(folder)  # its session may end before a replay writes it again
+                    raise
+                self._sizes[version.id] = size
             digest = await self._checkpoints.publish(version.id, waits=False)
+            self._error = None
+            self._sizes.pop(version.id, None)
             written = await self._store.update(Checkpoint, version.id, ready=True, size_bytes=size, digest=digest)
             if written is None or written.deleted:
                 await self._checkpoints.delete(version)  # its session ended during the write

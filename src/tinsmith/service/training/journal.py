@@ -18,12 +18,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from tinsmith.atomic import link_folder
 from tinsmith.engine.base import Engine, Pass
 from tinsmith.errors import EngineDied, EngineError, TinsmithError
 from tinsmith.service.budgets.disk import DiskMonitor
 from tinsmith.service.budgets.orphans import UnrecordedFolders
-from tinsmith.service.checkpoints import complete_folders, warn_of_unknown_folders
+from tinsmith.service.checkpoints import Checkpoints, complete_folders, warn_of_unknown_folders
 from tinsmith.service.storage.object_copies import ObjectCopies
 from tinsmith.service.storage.payloads import decode_operation
 from tinsmith.service.storage.records import Checkpoint, Model, OptimStep, ReplayedRequest, SaveSampler
@@ -88,15 +87,23 @@ class Journal:
 
     # Capturing.
 
-    async def link(self, model: Model, source: Path, seq: int) -> str:
-        """Hard-link a folder's files as a state, so that the source can be deleted. Returns the state's name."""
+    async def link(self, model: Model, checkpoints: Checkpoints, checkpoint: Checkpoint, seq: int) -> Model:
+        """Give a checkpoint's files another name, as a state, so that the checkpoint can be deleted.
+
+        Returns the model with this state, which covers the requests up to `seq`.
+        """
         name = self._new_name(model, seq)
         with self._unrecorded.noted(name):
-            await asyncio.to_thread(link_folder, source, self._root / name)
-        return name
+            digest = await checkpoints.link(checkpoint, self._root / name)
+        return replace(model, captured=name, captured_optimizer=True, captured_digest=digest, covered=seq)
+
+    async def source(self, model: Model) -> Path:
+        """What an engine reads a model's captured state from."""
+        return await self._copies.source(self.folder(str(model.captured)), model.captured_digest)
 
     async def discard(self, name: str) -> None:
         """Delete a state that was not adopted."""
+        self._copies.forget(self.folder(name))
         await asyncio.to_thread(shutil.rmtree, self._root / name, ignore_errors=True)
         self._unrecorded.recorded(name)
 
@@ -140,8 +147,7 @@ class Journal:
         """
         requests = await self._store.requests_to_replay(model)
         if model.captured is not None:
-            folder = await self._copies.ensure(self.folder(model.captured), model.captured_digest)
-            await engine.load(model.id, folder, optimizer=model.captured_optimizer)
+            await engine.load(model.id, await self.source(model), optimizer=model.captured_optimizer)
         else:
             await engine.create(model.id, model.lora)
         if requests:

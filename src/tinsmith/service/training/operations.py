@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tinsmith.atomic import remove_unfinished
 from tinsmith.engine.base import Engine, Pass, PassResult
 from tinsmith.engine.training.shadow_plan import CHECKPOINT
 from tinsmith.errors import BadRequest, EngineDied, EngineError, NotFound, TinsmithError
@@ -88,7 +89,7 @@ class Operations:
         checkpoint = self._store.find(Checkpoint, str(checkpoint_id))
         if checkpoint is None:
             raise NotFound(f"Checkpoint {operation.loss_config.get('shadow/at')} was deleted.", "Name another.")
-        return replace(operation, start=await self._checkpoints.present(checkpoint))
+        return replace(operation, start=await self._checkpoints.source(checkpoint))
 
     async def perform(self, request: QueuedRequest, model: Model, engine: Engine) -> OperationResult:
         """Run a barrier request. Raises TinsmithError if it fails."""
@@ -135,22 +136,14 @@ class Operations:
         if checkpoint is None:
             raise NotFound(f"Checkpoint {operation.path} was deleted before it could be loaded.", "Load another.")
         await self._writer.flush(model)  # a replay starts at the load, so it cannot make earlier versions again
-        captured = await self._journal.link(model, await self._checkpoints.present(checkpoint), request.seq)
-        folder = self._journal.folder(captured)
+        captured = await self._journal.link(model, self._checkpoints, checkpoint, request.seq)
+        model = replace(captured, state="live", captured_optimizer=operation.optimizer)
         try:
-            await engine.load(model.id, folder, optimizer=operation.optimizer)
+            await engine.load(model.id, await self._journal.source(model), optimizer=operation.optimizer)
         except (TinsmithError, OSError):
-            await self._journal.discard(captured)
+            await self._journal.discard(str(model.captured))
             raise
         result = FutureResult.of({"path": operation.path, "model_id": model.id, "type": "load_weights"})
-        model = replace(
-            model,
-            state="live",
-            captured=captured,
-            captured_optimizer=operation.optimizer,
-            captured_digest=checkpoint.digest,
-            covered=request.seq,
-        )
         return OperationResult(result=result, records=(model,))
 
     async def _fork(self, operation: ForkModel, model: Model, engine: Engine) -> OperationResult:
@@ -160,7 +153,7 @@ class Operations:
             checkpoint = self._store.find(Checkpoint, operation.checkpoint)
             if checkpoint is None:
                 raise NotFound(f"Checkpoint {operation.path} was deleted before it could be loaded.", "Load another.")
-            source = await self._checkpoints.present(checkpoint)
+            source = await self._checkpoints.source(checkpoint)
         parameters = await engine.fork(model.id, source, optimizer=operation.optimizer)
         self._store.shadows[model.id].size_bytes = BYTES_PER_PARAMETER * parameters
         result = FutureResult.of({"path": operation.path, "model_id": model.id, "type": "load_weights"})
@@ -214,6 +207,7 @@ class Operations:
         sampler_id = operation.sampler_id or ""
         if self._store.find(SamplingSession, sampler_id) is not None:
             raise BadRequest(f"Sampling session {sampler_id} exists.", "Give each its own sampling_session_seq_id.")
+        await self._writer.wait_for_room()
         version = _checkpoint(request, model, kind="ephemeral", name=sampler_id, ready=False, **_options(operation))
         await engine.capture(model.id, version.id)
         sampler = SamplingSession(
@@ -244,9 +238,11 @@ class Operations:
                 plain = folder.with_name(f".{checkpoint.id}.plain")
                 try:
                     await engine.save(model.id, plain, optimizer=False)
+                    await self._checkpoints.bring(plain)
                     size = await asyncio.to_thread(encrypt, plain, folder, operation.recipients)
                 finally:
                     await asyncio.to_thread(shutil.rmtree, plain, ignore_errors=True)
+                    await asyncio.to_thread(remove_unfinished, plain)
             else:
                 size = await engine.save(model.id, folder, optimizer=False)
         checkpoint = replace(checkpoint, size_bytes=size, digest=await self._checkpoints.publish(checkpoint.id))
@@ -350,16 +346,8 @@ class PostCommit:
             state.uncaptured_steps = 0
         elif isinstance(request.operation, SaveState):
             [saved] = [record for record in done.records if isinstance(record, Checkpoint) and not record.deleted]
-            captured = await self._journal.link(model, self._checkpoints.folder(saved.id), state.updated_seq)
-            await self._journal.adopt(
-                replace(
-                    model,
-                    captured=captured,
-                    captured_optimizer=True,
-                    captured_digest=saved.digest,
-                    covered=state.updated_seq,
-                )
-            )
+            captured = await self._journal.link(model, self._checkpoints, saved, state.updated_seq)
+            await self._journal.adopt(captured)
             state.uncaptured_steps = 0
 
 
