@@ -41,9 +41,9 @@ class RayCluster:
     def address(self) -> str:
         return self.cluster.address
 
-    def add_node(self) -> Any:
-        """Another machine."""
-        node = self.cluster.add_node(num_cpus=2, object_store_memory=MEMORY)
+    def add_node(self, cores: int = 2, gpus: int = 0) -> Any:
+        """Another machine. Its GPUs are only counted: nothing may compute on them."""
+        node = self.cluster.add_node(num_cpus=cores, num_gpus=gpus, object_store_memory=MEMORY)
         self.nodes.append(node)
         return node
 

@@ -2,7 +2,8 @@
 
 `python -m tests.cluster.test_faults --kills 200 --seed 3` does a run by hand and prints its report: two training and
 two sampling processes of a tiny model on this machine, with `--ray` on three nodes of a Ray cluster, with `--fake` one
-training process and two sampling processes of the fake engine. `--add` adds it to benchmarks/results/faults.
+training process and two sampling processes of the fake engine. `--frontends N` puts HTTP front ends before the service,
+which are killed and stopped as the other processes are. `--add` adds the run to benchmarks/results/faults.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ TOLERANCE = 1e-5
 """Of the log-probabilities of samples: what else a replica samples changes how its sums round."""
 
 
-def run_fake(folder: Path, seed: int, count: int, tenants: int = 3) -> Report:
+def run_fake(folder: Path, seed: int, count: int, *, tenants: int = 3, frontends: int = 0) -> Report:
     """Carry out a plan of kills on a service with one training process and two sampling processes of fake engines."""
     quieten()
     plan = Plan.draw(seed, count, WEIGHTS, longest_s=1.5)
-    config = fake_config(folder / "data").model_copy(update={"cluster": ClusterConfig(samplers=2)})
+    changes = {"cluster": ClusterConfig(samplers=2), "frontends": frontends}
+    config = fake_config(folder / "data").model_copy(update=changes)
     return Run(folder, plan, tenants, config).run(_print)
 
 
@@ -59,6 +61,7 @@ def run_group(
     count: int,
     *,
     tenants: int = 3,
+    frontends: int = 0,
     weights: Mapping[str, int] = GROUP,
     address: str | None = None,
     machines: Machines | None = None,
@@ -67,7 +70,7 @@ def run_group(
     quieten()
     plan = Plan.draw(seed, count, weights, longest_s=3.0)
     cluster = ClusterConfig(address=address, trainers=2, shards=2, samplers=2)
-    config = group_config(folder / "data", model, cluster)
+    config = group_config(folder / "data", model, cluster).model_copy(update={"frontends": frontends})
     return Run(folder, plan, tenants, config, sampling_tolerance=TOLERANCE, machines=machines).run(_print)
 
 
@@ -112,6 +115,7 @@ def main() -> None:
     parser.add_argument("--tenants", type=int, default=3)
     parser.add_argument("--ray", action="store_true", help="on a Ray cluster of three nodes on this machine")
     parser.add_argument("--fake", action="store_true", help="with the fake engine, whose trainer is one process")
+    parser.add_argument("--frontends", type=int, default=0, help="HTTP processes before the service")
     parser.add_argument("--add", action="store_true", help="add the run to benchmarks/results/faults")
     parser.add_argument("--folder", type=Path, help="keep data, references and log here")
     options = parser.parse_args()
@@ -140,11 +144,10 @@ def _run_by_hand(options: argparse.Namespace, folder: Path, stack: ExitStack) ->
             machines=RayMachines(cluster),
         )
     sys.executable = stack.enter_context(forkserver.python(folder))
+    sizes = {"tenants": options.tenants, "frontends": options.frontends}
     if options.fake:
-        return run_fake(folder, options.seed, options.kills, options.tenants)
-    return run_group(
-        folder, save_model("llama", folder / "model"), options.seed, options.kills, tenants=options.tenants
-    )
+        return run_fake(folder, options.seed, options.kills, **sizes)
+    return run_group(folder, save_model("llama", folder / "model"), options.seed, options.kills, **sizes)
 
 
 if __name__ == "__main__":

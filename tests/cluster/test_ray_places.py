@@ -19,6 +19,7 @@ import pytest
 from tests.cluster.conftest import RayCluster
 from tinsmith.engine.base import SampleRequest
 from tinsmith.engine.cluster.machines.plan import check_folder
+from tinsmith.engine.cluster.tls import Identity
 from tinsmith.engine.cluster.worker import start_engine
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.remote import RemoteEngine
@@ -40,7 +41,7 @@ def wait() -> Iterator[Any]:
 def places(ray_cluster: RayCluster, wait: Any) -> Iterator[Any]:
     from tinsmith.engine.cluster.machines.ray_places import RayPlaces
 
-    places = wait(RayPlaces.connect(ray_cluster.address))
+    places = wait(RayPlaces.connect(ray_cluster.address, Identity.new()))
     yield places
     wait(places.close())
 
@@ -93,6 +94,7 @@ def test_seats_are_placed_and_given_back(places: Any, start: Any, wait: Any, tmp
         results = [await engine.sample(REQUEST) for engine in engines]
         assert results[0].sequences[0].tokens.tolist() == results[1].sequences[0].tokens.tolist()
         started = [psutil.Process(engine.pid) for engine in engines]
+        assert {process.cwd() for process in started} == {os.getcwd()}
         await places.give_back(scattered)
         await until_gone(*started)
         packed = await places.seats(2, name="trainer", strategy="strict_pack")
@@ -101,6 +103,18 @@ def test_seats_are_placed_and_given_back(places: Any, start: Any, wait: Any, tmp
         assert len(await places.seats(4, name="again")) == 4  # all four cores are free again
 
     wait(run())
+
+
+def test_each_seat_has_gpus_of_its_own(ray_cluster: RayCluster, places: Any, wait: Any) -> None:
+    async def run() -> None:
+        seats = [*await places.seats(2, name="trainer", gpus=1), *await places.seats(1, name="sampler", gpus=2)]
+        assert [len(seat.gpus) for seat in seats] == [1, 1, 2]
+        assert sorted(gpu for seat in seats for gpu in seat.gpus) == ["0", "1", "2", "3"]
+        await places.give_back(seats)
+
+    node = ray_cluster.add_node(cores=3, gpus=4)
+    wait(run())
+    ray_cluster.kill(node)
 
 
 def test_killed_process_is_started_again_in_its_seat(places: Any, start: Any, wait: Any) -> None:
@@ -180,6 +194,27 @@ def test_death_of_a_raylet_leaves_no_survivor_and_the_seat_moves(
     wait(run())
 
 
+def test_seats_wait_for_a_machine_that_joins(
+    ray_cluster: RayCluster, places: Any, wait: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tinsmith.engine.cluster.machines import ray_places
+
+    monkeypatch.setattr(ray_places, "WAIT_LOG_S", 0.5)
+
+    async def run() -> None:
+        there = {machine.name for machine in await places.machines() if machine.cpus}
+        wanted = len(there) + 1
+        waiting = asyncio.create_task(places._seats(wanted, "trainer", {"CPU": 1}, "STRICT_SPREAD"))
+        await asyncio.sleep(2)
+        assert not waiting.done()
+        assert f"no room for {wanted} x trainer: 1 CPU; waiting for machines" in caplog.text
+        ray_cluster.add_node()
+        seats = await asyncio.wait_for(waiting, 120)
+        assert len({seat.machine for seat in seats} - there) == 1
+
+    wait(run())
+
+
 def test_head_that_is_killed_and_started_again_disturbs_nothing(
     ray_cluster: RayCluster, places: Any, start: Any, wait: Any
 ) -> None:
@@ -196,6 +231,29 @@ def test_head_that_is_killed_and_started_again_disturbs_nothing(
         os.kill(engine.pid, signal.SIGKILL)
         await asyncio.wait_for(seat.process.died.wait(), 20)
         assert (await (await start(seat, 2)).sample(REQUEST)).sequences
+
+    wait(run())
+
+
+def test_keeper_comes_back_if_the_head_ends_while_it_is_placed(
+    ray_cluster: RayCluster, places: Any, start: Any, wait: Any
+) -> None:
+    """Fails if a keeper takes all of its bundle (`KEEPER_SHARE`): Ray then has no room for it beside its lost lease."""
+
+    async def run() -> None:
+        (seat,) = await places.seats(1, name="trainer")
+        engine = await start(seat, 1)
+        head = ray_cluster.cluster.head_node
+        for generation in range(2, 5):
+            keeper_of(engine.pid).kill()
+            await asyncio.sleep(0.2)  # Ray starts a process for the next keeper, which takes longer
+            head.kill_gcs_server(check_alive=False)
+            await asyncio.sleep(1)
+            head.start_gcs_server()
+            async with asyncio.timeout(90):
+                await engine.died.wait()
+                engine = await start(seat, generation)
+        assert (await engine.sample(REQUEST)).sequences
 
     wait(run())
 
@@ -225,6 +283,16 @@ def test_processes_end_with_a_killed_service(ray_cluster: RayCluster) -> None:
         keeper = keeper_of(process.pid)
         driver.kill()
     asyncio.run(until_gone(process, keeper, seconds=30))
+
+
+def test_signals_print_no_stack_trace(ray_cluster: RayCluster) -> None:
+    command = [sys.executable, "-c", DRIVER, ray_cluster.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline()
+        driver.terminate()
+        _, errors = driver.communicate(timeout=60)
+    assert errors == ""
 
 
 def test_doctor_checks_the_machines(ray_cluster: RayCluster, tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ process is stopped or frozen; a progress counter that stands still while calls r
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +64,17 @@ def blocks_moved() -> int:
 def load_progress() -> int:
     """Progress while a model is downloaded and loaded: blocks moved, and whole seconds of processor time."""
     return blocks_moved() + int(time.process_time())
+
+
+def followers_seconds(leader: int) -> float:
+    """Processor time of the processes in the session that a process leads, without its own; 0 without /proc."""
+    ticks = 0
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            fields = file.read_text().rpartition(")")[2].split()  # from the third on: proc_pid_stat(5)
+            if fields[3] == str(leader) and file.parent.name != str(leader):
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Pulse:

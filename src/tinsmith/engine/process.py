@@ -21,7 +21,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from tinsmith.engine.base import Engine
 from tinsmith.engine.config import EngineConfig
@@ -45,19 +45,36 @@ def build(config: EngineConfig) -> Engine:
 LENGTH_PREFIX = struct.Struct("<Q")
 
 
-def encode(message: Any) -> tuple[bytes, bytes]:
-    """The length prefix and the content of a message."""
+_JOINED_BYTES = 1 << 16
+"""Messages of up to this size are sent in one piece: a copy costs less than a system call."""
+
+
+def encode(message: Any) -> tuple[bytes, ...]:
+    """The length prefix and the content of a message, as the pieces to send."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return LENGTH_PREFIX.pack(len(data)), data
+    prefix = LENGTH_PREFIX.pack(len(data))
+    return (prefix + data,) if len(data) <= _JOINED_BYTES else (prefix, data)
+
+
+class Connection(Protocol):
+    """A connected socket. One thread may receive while another sends."""
+
+    def makefile(self, mode: Literal["rb"], *, buffering: int) -> Any:
+        """A file that reads from it."""
+        ...
+
+    def sendall(self, data: bytes, /) -> None:
+        """Send all of it."""
+        ...
 
 
 class ParentLink:
     """The child's end of the socket. Exits the process when the parent closes its end or dies."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._file = connection.makefile("rb", buffering=1 << 20)
-        self._out: SimpleQueue[tuple[bytes, bytes]] = SimpleQueue()
+        self._out: SimpleQueue[tuple[bytes, ...]] = SimpleQueue()
         self.progress: Callable[[], int] = load_progress
         """The progress counter that heartbeats carry."""
         self.on_end: Callable[[], None] = lambda: None

@@ -17,6 +17,7 @@ import os
 import pickle
 import signal
 import socket
+import ssl
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -60,6 +61,7 @@ CHILD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 """OpenMP threads sleep while they wait for each other. By default they spin, which made decoding 6 to 10 times slower
 when another process (a training loop, a browser) kept as many cores busy."""
 
+_BROKEN = (ConnectionError, ssl.SSLError)  # of a connection that has ended; SSLError: data arrives while TLS closes
 _RETRY = "It is being restarted: try again later."
 
 
@@ -248,7 +250,7 @@ class RemoteEngine(EngineCalls):
         """Send a ping every `interval_s` from now on."""
 
         async def ping() -> None:
-            with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(*_BROKEN):
                 while not self.died.is_set():
                     await _send(self._writer, Heartbeat(0))
                     await asyncio.sleep(interval_s)
@@ -308,7 +310,7 @@ class RemoteEngine(EngineCalls):
         try:
             await _send(self._writer, (number, method, args, options, on_delta is not None))
             return await reply
-        except ConnectionError as error:
+        except _BROKEN as error:
             del self._calls[number]  # nothing waits for its reply
             if reply.done():
                 reply.exception()
@@ -358,7 +360,8 @@ async def _end_of(child: EngineProcess, pulse: Pulse) -> ProcessEnd:
     """Why a process ended whose connection has closed."""
     memory_ran_out = pulse.memory_ran_out()
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(child.died.wait(), EXIT_TIMEOUT_S)
+        async with asyncio.timeout(EXIT_TIMEOUT_S):
+            await child.died.wait()
     return process_end(child.code, memory_ran_out=memory_ran_out)
 
 
@@ -382,7 +385,7 @@ async def _card(reader: asyncio.StreamReader, pulse: Pulse) -> ModelCard | Tinsm
 
 async def _close(writer: asyncio.StreamWriter) -> None:
     writer.close()
-    with contextlib.suppress(ConnectionError):
+    with contextlib.suppress(*_BROKEN):
         await writer.wait_closed()
 
 

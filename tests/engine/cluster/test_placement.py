@@ -17,8 +17,10 @@ import psutil
 import pytest
 
 from tinsmith.engine.base import SampleRequest
+from tinsmith.engine.cluster.dial import dial
 from tinsmith.engine.cluster.machines.machine import visible_gpus
 from tinsmith.engine.cluster.placement import Program, Subprocesses, SubprocessSeat, start_child
+from tinsmith.engine.cluster.tls import Identity
 from tinsmith.engine.cluster.worker import start_engine
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
@@ -116,6 +118,32 @@ def test_process_that_still_imports_ends_with_a_killed_parent(tmp_path: Path) ->
         child = psutil.Process(int(file.read_text()))
         parent.kill()
     assert psutil.wait_procs([child], timeout=5)[1] == []
+
+
+IMPATIENT = """
+from tinsmith.engine.cluster import dial
+from tinsmith.engine.process import ParentLink
+dial.SILENCE_S = 1
+ParentLink(dial.Entrance.open().accept()).receive()
+"""
+
+
+@pytest.mark.parametrize("identity", [None, Identity.new()], ids=["plain", "TLS"])
+def test_process_that_hears_nothing_ends(identity: Identity | None, tmp_path: Path, wait: Any) -> None:
+    """Fails without a limit of silence: a machine that is gone without a word closes no connection."""
+    (tmp_path / "impatient.py").write_text(IMPATIENT)
+    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+
+    async def run() -> None:
+        process = await SubprocessSeat("worker", (), identity).start(
+            Program(module="impatient", environment=environment), 1
+        )
+        _, writer = await dial(process.address, process.ticket, identity, buffer=1 << 16)
+        await asyncio.wait_for(process.died.wait(), 20)  # the connection is open
+        assert process.code == 0
+        writer.close()
+
+    wait(run())
 
 
 def test_program_that_does_not_start_is_named(wait: Any, places: Subprocesses, tmp_path: Path) -> None:

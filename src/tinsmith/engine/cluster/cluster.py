@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tinsmith.engine.base import (
     AdamParams,
@@ -28,8 +27,9 @@ from tinsmith.engine.base import (
     SampleResult,
 )
 from tinsmith.engine.cluster.config import ClusterConfig
+from tinsmith.engine.cluster.files.transfer import FolderTransfer, TransferringEngine
 from tinsmith.engine.cluster.launches import torch_in_seat, vllm_in_seat
-from tinsmith.engine.cluster.machines.plan import check_folder, plan, uses_gpus, with_threads
+from tinsmith.engine.cluster.machines.plan import plan, uses_gpus, with_threads
 from tinsmith.engine.cluster.placement import Places, Seat
 from tinsmith.engine.cluster.pool import SamplerPool
 from tinsmith.engine.cluster.status import ProcessStatus
@@ -40,7 +40,7 @@ from tinsmith.engine.liveness import ProcessEnd, Pulse, Stall
 from tinsmith.engine.vllm.adapters import check_rank
 from tinsmith.engine.vllm.sampler import ZERO_ADAPTER, write_zero_adapter
 from tinsmith.engine.vllm.server import find_python
-from tinsmith.errors import EngineDied, TinsmithError
+from tinsmith.errors import ConfigError, EngineDied, TinsmithError
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,10 @@ class TrainerEngine(Engine, Protocol):
         """Wait until it counts as stalled."""
         ...
 
+    async def call(self, method: str, *args: Any, on_delta: OnDelta | None = None, **options: Any) -> Any:
+        """Call a method of the engine."""
+        ...
+
     def kill(self, end: ProcessEnd) -> None:
         """End all its processes at once."""
         ...
@@ -73,9 +77,12 @@ class TrainerEngine(Engine, Protocol):
 class ClusterEngine:
     """Trains with `trainer` and samples with `sampler`. Implements `engine.base.Engine`."""
 
-    def __init__(self, trainer: TrainerEngine, sampler: Sampler, max_rank: int | None = None) -> None:
-        """`max_rank`: of adapters that the samplers take; None for any."""
-        self.trainer = trainer
+    def __init__(
+        self, trainer: TrainerEngine, files: TransferringEngine, sampler: Sampler, max_rank: int | None = None
+    ) -> None:
+        """`files` is the trainer as far as it reads and writes folders. `max_rank`: of adapters that the samplers take;
+        None for any."""
+        self.trainer, self._files = trainer, files
         self._sampler = sampler
         self._max_rank = max_rank
 
@@ -93,7 +100,7 @@ class ClusterEngine:
         await self.trainer.create(model_id, lora)
 
     async def fork(self, model_id: str, source: str | Path, *, optimizer: bool) -> int:
-        return await self.trainer.fork(model_id, source, optimizer=optimizer)
+        return await self._files.fork(model_id, source, optimizer=optimizer)
 
     async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
         return await self.trainer.run(passes)
@@ -102,10 +109,10 @@ class ClusterEngine:
         return await self.trainer.step(model_id, adam)
 
     async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
-        return await self.trainer.save(model_id, to, optimizer=optimizer)
+        return await self._files.save(model_id, to, optimizer=optimizer)
 
     async def load(self, model_id: str, source: Path, *, optimizer: bool) -> None:
-        await self.trainer.load(model_id, source, optimizer=optimizer)
+        await self._files.load(model_id, source, optimizer=optimizer)
 
     async def drop(self, model_id: str) -> None:
         await self.trainer.drop(model_id)
@@ -166,18 +173,24 @@ class NoTrainer:
 class ModelCluster:
     """The seats and processes of one base model."""
 
-    def __init__(self, config: EngineConfig, cluster: ClusterConfig, places: Places, folder: Path) -> None:
-        """`folder`: where the service writes and reads the files of adapters."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        cluster: ClusterConfig,
+        places: Places,
+        folder: Path,
+        transfer: FolderTransfer | None = None,
+    ) -> None:
+        """`folder`: where the service writes and reads the files of adapters; `transfer`: how they reach processes."""
         self.generation = 0
         self.pool: SamplerPool | None = None
         self._config, self._cluster, self._places, self._shared = config, cluster, places, folder
+        self._transfer = transfer or FolderTransfer()
         self._trainer_seats: Sequence[Seat] = ()
         self._sampler_seats: Sequence[Seat] = ()
         self._group_seats: Sequence[Seat] = ()
         """Seats of the group that was started last: fewer where machines were lost."""
         self._trainer: TrainerEngine | None = None
-        self._folder: Path | None = None
-        """For the adapter that a vLLM on a CPU needs."""
 
     async def start(self) -> ClusterEngine:
         """Start the training processes, at the first time with seats and sampling processes.
@@ -195,7 +208,8 @@ class ModelCluster:
             raise
         self._trainer = trainer
         is_vllm = self.pool is not None and self._config.sampler == "vllm"
-        return ClusterEngine(trainer, self.pool or trainer, self._config.vllm.rank if is_vllm else None)
+        files = TransferringEngine(trainer, self._transfer)
+        return ClusterEngine(trainer, files, self.pool or files, self._config.vllm.rank if is_vllm else None)
 
     async def close(self) -> None:
         """End all processes and give the seats back."""
@@ -205,8 +219,6 @@ class ModelCluster:
         seats = [*self._trainer_seats, *self._sampler_seats]
         self._trainer_seats, self._sampler_seats, self._trainer = (), (), None
         await self._places.give_back(seats)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def status(self) -> list[ProcessStatus]:
         """All processes: trainers first."""
@@ -247,11 +259,18 @@ class ModelCluster:
         machines = await self._places.machines()
         gpus = int(uses_gpus(self._config, machines))
         cluster = self._cluster
+        if cluster.sampler_gpus > 1 and not gpus:
+            raise ConfigError(
+                f"cluster.sampler_gpus={cluster.sampler_gpus} needs GPUs; there are none.", "Leave it out."
+            )
         self._trainer_seats = await self._places.seats(cluster.trainers, name="trainer", gpus=gpus)
-        self._sampler_seats = await self._places.seats(cluster.samplers, name="sampler", gpus=gpus, strategy="scatter")
-        await check_folder([*self._trainer_seats, *self._sampler_seats], self._shared)
+        self._sampler_seats = await self._places.seats(
+            cluster.samplers, name="sampler", gpus=gpus * cluster.sampler_gpus, strategy="scatter"
+        )
+        await self._transfer.choose([*self._trainer_seats, *self._sampler_seats], self._shared)
         self._config = with_threads(self._config, self._trainer_seats, self._sampler_seats, machines)
-        for line in plan(self._config, self._trainer_seats, self._sampler_seats, machines):
+        machines = await self._places.machines()  # with what the seats know of them
+        for line in plan(self._config, self._trainer_seats, self._sampler_seats, machines, is_sharded=cluster.shard):
             log.info("%s", line)
 
     async def _start_processes(self) -> TrainerEngine:
@@ -264,9 +283,12 @@ class ModelCluster:
             trainer = await self._start_trainer()
             self.pool = await self._start_vllm(trainer)
         else:
-            launches = [torch_in_seat(seat, self._config) for seat in self._sampler_seats]
+            payload = self._transfer.payload
+            launches = [torch_in_seat(seat, self._config, payload) for seat in self._sampler_seats]
             trainer, pool = await asyncio.gather(
-                self._start_trainer(), SamplerPool.start(NoTrainer(), launches), return_exceptions=True
+                self._start_trainer(),
+                SamplerPool.start(NoTrainer(), launches, transfer=self._transfer),
+                return_exceptions=True,
             )
             self.pool = pool if isinstance(pool, SamplerPool) else None
             for outcome in (trainer, pool):
@@ -274,16 +296,21 @@ class ModelCluster:
                     raise outcome
             assert not isinstance(trainer, BaseException)
         if self.pool is not None:
-            self.pool.use_trainer(trainer)
+            self.pool.use_trainer(TransferringEngine(trainer, self._transfer))
         return trainer
 
     async def _start_trainer(self) -> TrainerEngine:
+        seats, cluster = await self._group() if self._cluster.is_group else (self._trainer_seats, self._cluster)
+        if self.generation > 1 and self._transfer.objects is not None:  # they may be on other machines than before
+            await asyncio.gather(*(seat.has_place() for seat in seats))
+            await self._transfer.choose(seats, self._shared)
+        payload = self._transfer.payload
         if self._cluster.is_group:
-            self._group_seats, cluster = await self._group()
-            return await start_group(self._group_seats, self._config, cluster, self.generation)
-        (seat,) = self._trainer_seats
+            self._group_seats = seats
+            return await start_group(seats, self._config, cluster, self.generation, payload)
+        (seat,) = seats
         config = self._config.model_copy(update={"sampler": "torch"}) if self._sampler_seats else self._config
-        return await start_engine(seat, config, self._config.source, self.generation)
+        return await start_engine(seat, config, self._config.source, self.generation, payload=payload)
 
     async def _group(self) -> tuple[Sequence[Seat], ClusterConfig]:
         """The seats of the next group: all, or those that have a machine, if others have lost theirs and the settings
@@ -304,10 +331,18 @@ class ModelCluster:
 
     async def _start_vllm(self, trainer: TrainerEngine) -> SamplerPool:
         """Start vLLM servers, which need the card of the loaded model."""
-        zero_adapter = None
-        if trainer.card.device == "cpu":
-            self._folder = Path(tempfile.mkdtemp(prefix=".vllm-", dir=self._shared))
-            zero_adapter = self._folder / ZERO_ADAPTER
-            await write_zero_adapter(trainer, zero_adapter)
-        launches = [vllm_in_seat(seat, self._config, trainer.card, zero_adapter) for seat in self._sampler_seats]
-        return await SamplerPool.start(trainer, launches, trainer.card)
+        files = TransferringEngine(trainer, self._transfer)
+        zero_adapter = await self._zero_adapter(files) if trainer.card.device == "cpu" else {}
+        launches = [
+            vllm_in_seat(seat, self._config, trainer.card, zero_adapter, self._transfer.payload)
+            for seat in self._sampler_seats
+        ]
+        return await SamplerPool.start(files, launches, trainer.card, self._transfer)
+
+    async def _zero_adapter(self, trainer: TransferringEngine) -> dict[str, bytes]:
+        """The files of an adapter that changes nothing, which is small."""
+        with tempfile.TemporaryDirectory(prefix=".vllm-", dir=self._shared) as temporary:
+            folder = Path(temporary) / ZERO_ADAPTER
+            await write_zero_adapter(trainer, folder)
+            await self._transfer.bring(folder)
+            return {file.name: file.read_bytes() for file in folder.iterdir()}

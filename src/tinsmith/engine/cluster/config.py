@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from pydantic import Field
 
+from tinsmith.engine.cluster.files.cache import DEFAULT_CACHE
 from tinsmith.engine.config import EngineConfig
 from tinsmith.errors import ConfigError
 from tinsmith.settings import Settings
@@ -39,12 +41,24 @@ class ClusterConfig(Settings):
     """Shard the base model over the training processes with FSDP2, each of which gathers a layer at a time: for a base
     model that is larger than one device. Dense models of the fast path only; sampling then needs vLLM."""
 
+    tls: bool = False
+    """Encrypt the connections between the server and the processes, with keys that are made at each start: no
+    certificates are needed. What training processes exchange with each other is not encrypted."""
+
     data_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds after which an exchange of gradients between training processes counts as failed: they are then
     restarted."""
 
+    cache: Path = DEFAULT_CACHE
+    """Folder on each machine for adapters from the object store, where machines do not see the data folder. Its size is
+    `store_cache`; processes of several services may share it."""
+
     samplers: int = Field(default=0, ge=0)
     """Sampling processes (replicas) of a base model. 0: the first training process samples."""
+
+    sampler_gpus: int = Field(default=1, ge=1)
+    """GPUs of each sampling process, on one machine, which vLLM uses tensor parallel: for a base model that is larger
+    than one GPU."""
 
     @property
     def is_single(self) -> bool:

@@ -6,7 +6,8 @@ they have the token before anything is unpickled: the process sends a nonce, the
 HMAC of both, and the process with another HMAC. A token belongs to one start of one process, so a process or a dialler
 of an earlier generation is refused, and a connection carries messages of one generation only.
 
-After the handshake the messages are those of `engine.process.Link`, not encrypted: use a private network.
+After the handshake the messages are those of `engine.process.ParentLink`. They are encrypted, and so is the handshake,
+if the ticket has the certificate of the service (`tls`); a process then reports its own certificate with its port.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import pickle
 import select
 import signal
 import socket
+import ssl
 import struct
 import sys
 import threading
@@ -28,11 +30,14 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from tinsmith.engine.cluster.entry import end_with_thread_of_parent
+from tinsmith.engine.cluster.tls import Identity, TlsSocket
 from tinsmith.errors import EngineDied
 
 TOKEN_BYTES = 32
 HANDSHAKE_S = 5.0
 """Time for the handshake of a connection."""
+SHUTDOWN_S = 1.0
+"""Time for a process to answer the end of TLS; one that is stopped does not."""
 DIAL_S = 20.0
 """Time to reach a process that has reported its port."""
 SILENCE_S = 60.0
@@ -41,7 +46,9 @@ PING_S = 5.0
 """Time between two pings of the service."""
 PARENT_POLL_S = 0.2
 
-_PORT = struct.Struct("<I")
+_SIZE = struct.Struct("<I")
+_REPORT = struct.Struct("<II")
+"""Port of a process, and the size of its certificate, which follows."""
 _GENERATION = struct.Struct("<Q")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -57,11 +64,16 @@ class Ticket:
     """Address to bind; other machines must be able to reach it."""
     payload: bytes = b""
     """Data of the caller."""
+    certificate: bytes = b""
+    """Of the service, which alone may connect; empty without TLS."""
 
     @classmethod
-    def new(cls, generation: int, host: str, payload: bytes = b"") -> Ticket:
-        """A ticket with a token of its own."""
-        return cls(token=os.urandom(TOKEN_BYTES), generation=generation, host=host, payload=payload)
+    def new(cls, generation: int, host: str, payload: bytes = b"", identity: Identity | None = None) -> Ticket:
+        """A ticket with a token of its own. `identity`: of the service, for TLS."""
+        certificate = identity.certificate if identity is not None else b""
+        return cls(
+            token=os.urandom(TOKEN_BYTES), generation=generation, host=host, payload=payload, certificate=certificate
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +82,8 @@ class Address:
 
     host: str
     port: int
+    certificate: bytes = b""
+    """Of the process; empty without TLS."""
 
 
 # The process.
@@ -80,6 +94,7 @@ class Entrance:
 
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
+        self.identity = Identity.new() if ticket.certificate else None
         self._listener = socket.create_server((ticket.host, 0), backlog=16)
 
     @classmethod
@@ -94,7 +109,8 @@ class Entrance:
         entrance = cls(ticket)
         reports = os.dup(1)
         os.dup2(2, 1)
-        os.write(reports, _PORT.pack(entrance.port))
+        certificate = entrance.identity.certificate if entrance.identity is not None else b""
+        os.write(reports, _REPORT.pack(entrance.port, len(certificate)) + certificate)
         os.close(reports)
         return entrance
 
@@ -103,13 +119,18 @@ class Entrance:
         """The port that it is bound to."""
         return self._listener.getsockname()[1]
 
-    def accept(self) -> socket.socket:
-        """Wait for the connection of the service. Connections without the token are closed."""
+    def accept(self) -> socket.socket | TlsSocket:
+        """Wait for the connection of the service. Connections without the token, or without TLS where there is a
+        certificate, are closed."""
         while True:
             connection, _ = self._listener.accept()
             connection.settimeout(HANDSHAKE_S)
+            link: socket.socket | TlsSocket = connection
             try:
-                _admit(connection, self.ticket)
+                if self.identity is not None:
+                    link = TlsSocket(connection, self.identity.context(self.ticket.certificate, accepts=True))
+                    link.handshake(HANDSHAKE_S)
+                _admit(link, self.ticket)
             except (OSError, PermissionError):
                 connection.close()
                 continue
@@ -119,19 +140,25 @@ class Entrance:
             silence = struct.pack("ll", int(SILENCE_S), 0)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, silence)
             self._listener.close()
-            return connection
+            return link
 
 
 def read_ticket(stream: BinaryIO) -> Ticket:
     """The ticket on standard input, which only the parent can write. Ends the process if the parent is gone."""
-    (size,) = _PORT.unpack(_exactly(stream, _PORT.size))
+    (size,) = _SIZE.unpack(_exactly(stream, _SIZE.size))
     return pickle.loads(_exactly(stream, size))
 
 
 def written_ticket(ticket: Ticket) -> bytes:
     """A ticket as `read_ticket` reads it."""
     data = pickle.dumps(ticket)
-    return _PORT.pack(len(data)) + data
+    return _SIZE.pack(len(data)) + data
+
+
+async def read_report(stream: asyncio.StreamReader) -> tuple[int, bytes]:
+    """The port and the certificate that a process reports. Raises IncompleteReadError if it ends before."""
+    port, size = _REPORT.unpack(await stream.readexactly(_REPORT.size))
+    return port, await stream.readexactly(size)
 
 
 def end_with_parent() -> None:
@@ -162,7 +189,7 @@ def _exactly(stream: BinaryIO, size: int) -> bytes:
     return data
 
 
-def _admit(connection: socket.socket, ticket: Ticket) -> None:
+def _admit(connection: socket.socket | TlsSocket, ticket: Ticket) -> None:
     """The process's half of the handshake. Raises PermissionError, or OSError if the connection breaks."""
     deadline = time.monotonic() + HANDSHAKE_S
     nonce = os.urandom(TOKEN_BYTES)
@@ -185,14 +212,22 @@ def _admit(connection: socket.socket, ticket: Ticket) -> None:
 # The service.
 
 
-async def dial(address: Address, ticket: Ticket, *, buffer: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to a process. `buffer`: bytes that are read ahead.
+async def dial(
+    address: Address, ticket: Ticket, identity: Identity | None = None, *, buffer: int
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to a process. `identity`: that of its ticket, for TLS. `buffer`: bytes that are read ahead.
 
-    Raises EngineDied if the process cannot be reached, or does not prove that it has this ticket.
+    Raises EngineDied if the process cannot be reached, or does not prove that it has this ticket, or this certificate.
     """
+    options: dict[str, Any] = {}
+    if identity is not None:
+        context = identity.context(address.certificate, accepts=False)
+        options = {"ssl": context, "ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": SHUTDOWN_S}
     try:
         async with asyncio.timeout(DIAL_S):
-            reader, writer = await asyncio.open_connection(address.host, address.port, limit=buffer)
+            reader, writer = await asyncio.open_connection(address.host, address.port, limit=buffer, **options)
+    except ssl.SSLError as error:
+        raise EngineDied(f"{address.host}:{address.port} is not the process started: {error.reason}.") from error
     except (OSError, TimeoutError) as error:
         raise EngineDied(f"{address.host}:{address.port} cannot be reached: {error}.", from_outside=True) from error
     set_options(writer.get_extra_info("socket"))

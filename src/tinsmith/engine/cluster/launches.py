@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from pathlib import Path
+from collections.abc import Mapping
 
 from tinsmith.engine.base import ModelCard
 from tinsmith.engine.cluster.placement import Program, Seat
@@ -18,39 +18,41 @@ from tinsmith.engine.remote import RemoteEngine
 VLLM_WORKER = Program(module="tinsmith.engine.cluster.vllm_worker")
 
 
-def torch_in_seat(seat: Seat, config: EngineConfig) -> Launch:
-    """A whole torch engine, of which only the sampler is used."""
+def torch_in_seat(seat: Seat, config: EngineConfig, payload: bytes = b"") -> Launch:
+    """A whole torch engine, of which only the sampler is used. `payload`: of its ticket (`cached_engine`)."""
     settings = config.model_copy(update={"sampler": "torch"})
     generations = itertools.count(1)
 
     async def launch() -> StartedSampler:
-        engine = await start_engine(seat, settings, config.source, next(generations))
+        engine = await start_engine(seat, settings, config.source, next(generations), payload=payload)
         return watched(engine, config.engine_timeout_s)
 
     return launch
 
 
-def vllm_in_seat(seat: Seat, config: EngineConfig, card: ModelCard, zero_adapter: Path | None) -> Launch:
+def vllm_in_seat(
+    seat: Seat, config: EngineConfig, card: ModelCard, zero_adapter: Mapping[str, bytes], payload: bytes = b""
+) -> Launch:
     """A vLLM server, over all GPUs of the seat. `card` is the trainer's.
 
-    `zero_adapter`: on a CPU, the folder that `write_zero_adapter` has written.
+    `zero_adapter`: on a CPU, the files that `write_zero_adapter` has written. `payload`: of its ticket.
     """
-    start = VllmStart(config=_for_seat(config, seat.gpus), card=card, zero_adapter=zero_adapter)
+    start = VllmStart(config=for_seat(config, seat.gpus), card=card, zero_adapter=zero_adapter)
     generations = itertools.count(1)
 
     async def launch() -> StartedSampler:
-        engine = await start_engine(seat, start, config.source, next(generations), VLLM_WORKER)
+        engine = await start_engine(seat, start, config.source, next(generations), VLLM_WORKER, payload)
         return watched(engine, config.engine_timeout_s)
 
     return launch
 
 
-def _for_seat(config: EngineConfig, gpus: tuple[str, ...]) -> EngineConfig:
+def for_seat(config: EngineConfig, gpus: tuple[str, ...]) -> EngineConfig:
     """Settings with vLLM on these GPUs, tensor parallel over several; those of the settings without GPUs."""
     if not gpus:
         return config
     args = config.vllm.args
-    if len(gpus) > 1 and "--tensor-parallel-size" not in args:
+    if len(gpus) > 1:
         args = (*args, "--tensor-parallel-size", str(len(gpus)))
     vllm = config.vllm.model_copy(update={"devices": ",".join(gpus), "args": args})
     return config.model_copy(update={"vllm": vllm})

@@ -12,7 +12,6 @@ import contextlib
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,8 +21,9 @@ from typing import Literal, Protocol
 
 from typing_extensions import override
 
-from tinsmith.engine.cluster.dial import Address, Ticket, written_ticket
+from tinsmith.engine.cluster.dial import Address, Ticket, read_report, written_ticket
 from tinsmith.engine.cluster.machines.machine import Machine, this_machine, visible_gpus
+from tinsmith.engine.cluster.tls import Identity
 from tinsmith.engine.remote import CHILD_ENVIRONMENT, ChildProcess, EngineProcess
 from tinsmith.errors import ConfigError, EngineDied
 
@@ -31,7 +31,8 @@ START_S = 60.0
 """Time for a process to report its port: Python starts, and imports the module."""
 LOOPBACK = "127.0.0.1"
 
-_PORT = struct.Struct("<I")
+_NO_BARS = {"TQDM_DISABLE": "1"}
+"""Progress bars of several processes would write over each other in one log."""
 
 Strategy = Literal["pack", "strict_pack", "scatter"]
 """Seats on as few machines as possible, on one machine, or on as many as possible."""
@@ -64,6 +65,8 @@ class Seat(Protocol):
 
     name: str
     """Such as `trainer-0`; unique among the seats of a base model."""
+    identity: Identity | None
+    """With which the service connects to its processes by TLS; None without TLS."""
 
     @property
     def gpus(self) -> tuple[str, ...]:
@@ -102,6 +105,10 @@ class Seat(Protocol):
 
     async def read(self, path: Path, limit: int) -> bytes | None:
         """The first bytes of a file as its machine sees it; None if there is none."""
+        ...
+
+    async def check_store(self, url: str) -> str:
+        """Why its machine cannot use an object store; empty if it can."""
         ...
 
     async def log_tail(self, lines: int) -> str:
@@ -148,8 +155,9 @@ class Subprocess(ChildProcess):
 class SubprocessSeat:
     """A seat of this machine. Implements Seat."""
 
-    def __init__(self, name: str, gpus: tuple[str, ...]) -> None:
+    def __init__(self, name: str, gpus: tuple[str, ...], identity: Identity | None = None) -> None:
         self.name = name
+        self.identity = identity
         self.gpus = gpus
         self.machine = socket.gethostname()
         self.host = LOOPBACK
@@ -157,9 +165,9 @@ class SubprocessSeat:
 
     async def start(self, program: Program, generation: int) -> Subprocess:
         await self.end()
-        ticket = Ticket.new(generation, self.host, program.payload)
-        child, port = await start_child(program, ticket, self.gpus)
-        self.process = Subprocess(child, Address(self.host, port), ticket)
+        ticket = Ticket.new(generation, self.host, program.payload, self.identity)
+        child, port, certificate = await start_child(program, ticket, self.gpus)
+        self.process = Subprocess(child, Address(self.host, port, certificate), ticket)
         return self.process
 
     async def has_place(self) -> bool:
@@ -170,6 +178,9 @@ class SubprocessSeat:
 
     async def read(self, path: Path, limit: int) -> bytes | None:
         return read_file(path, limit)
+
+    async def check_store(self, url: str) -> str:
+        return await asyncio.to_thread(fault_of_store, url)
 
     async def log_tail(self, lines: int) -> str:
         return ""
@@ -182,7 +193,9 @@ class SubprocessSeat:
 class Subprocesses(Places):
     """Seats on this machine, without Ray."""
 
-    def __init__(self) -> None:
+    def __init__(self, identity: Identity | None = None) -> None:
+        """`identity`: of the service, for TLS."""
+        self._identity = identity
         self._free_gpus: list[str] | None = None
         self._seats: list[SubprocessSeat] = []
 
@@ -204,7 +217,7 @@ class Subprocesses(Places):
         seats = []
         for number in range(count):
             devices, free[:gpus] = tuple(free[:gpus]), []
-            seats.append(SubprocessSeat(f"{name}-{number}", devices))
+            seats.append(SubprocessSeat(f"{name}-{number}", devices, self._identity))
         self._seats += seats
         return list(seats)
 
@@ -222,9 +235,10 @@ class Subprocesses(Places):
 
 
 async def start_child(
-    program: Program, ticket: Ticket, gpus: tuple[str, ...], log: int | None = None
-) -> tuple[asyncio.subprocess.Process, int]:
-    """Start a child of this process and wait for its port. `log`: descriptor of its standard error.
+    program: Program, ticket: Ticket, gpus: tuple[str, ...], log: int | None = None, folder: str = "."
+) -> tuple[asyncio.subprocess.Process, int, bytes]:
+    """Start a child of this process and wait for its port and certificate. `log`: descriptor of its standard error.
+    `folder`: its working folder, if this machine has it.
 
     Raises EngineDied if it ends before.
     """
@@ -235,7 +249,8 @@ async def start_child(
         stdout=subprocess.PIPE,
         stderr=log,
         start_new_session=True,
-        env={**CHILD_ENVIRONMENT, **os.environ, **program.environment, **devices},
+        cwd=folder if Path(folder).is_dir() else None,
+        env={**CHILD_ENVIRONMENT, **_NO_BARS, **os.environ, **program.environment, **devices},
     )
     assert child.stdin is not None
     assert child.stdout is not None
@@ -243,7 +258,7 @@ async def start_child(
         child.stdin.write(written_ticket(ticket))
         async with asyncio.timeout(START_S):
             await child.stdin.drain()
-            (port,) = _PORT.unpack(await child.stdout.readexactly(_PORT.size))
+            port, certificate = await read_report(child.stdout)
     except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
         await _end(child)
         reason = f"within {START_S:g} s" if isinstance(error, TimeoutError) else f"(exit status {child.returncode})"
@@ -251,7 +266,7 @@ async def start_child(
     except BaseException:
         await _end(child)
         raise
-    return child, port
+    return child, port, certificate
 
 
 def free_port(host: str) -> int:
@@ -267,6 +282,17 @@ def read_file(path: Path, limit: int) -> bytes | None:
             return file.read(limit)
     except OSError:
         return None
+
+
+def fault_of_store(url: str) -> str:
+    """Why this machine cannot use an object store; empty if it can."""
+    from tinsmith.engine.cluster.objects import ObjectStore  # with fsspec
+
+    try:
+        ObjectStore(url).check()
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 async def _end(child: asyncio.subprocess.Process) -> None:

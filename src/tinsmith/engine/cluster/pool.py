@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tinsmith.engine.base import ModelCard, OnDelta, Sampler, SampleRequest, SampleResult, SequenceDelta
+from tinsmith.engine.cluster.files.transfer import FolderTransfer
 from tinsmith.engine.cluster.prefixes import PrefixTable, choose_replica, prompt_blocks
 from tinsmith.engine.cluster.replica import Launch, SamplerLife, SamplerReplica
 from tinsmith.engine.sampling.capacity import cache_reserve
@@ -69,14 +70,16 @@ class RoutingCounts:
 class SamplerPool:
     """Implements `engine.base.Sampler`; create it with `start`."""
 
-    def __init__(self, trainer: Sampler, launches: Sequence[Launch], card: ModelCard | None) -> None:
+    def __init__(
+        self, trainer: Sampler, launches: Sequence[Launch], card: ModelCard | None, transfer: FolderTransfer
+    ) -> None:
         self.up = asyncio.Event()
         """Set while at least one replica runs."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when a replica starts or ends."""
         self.counts = RoutingCounts()
         numbers = itertools.count(1)
-        self._trainer, self._card = trainer, card
+        self._trainer, self._card, self._transfer = trainer, card, transfer
         self._on_trainer: set[str] = set()
         """Versions that the trainer was given, by their names on the replicas."""
         self._replicas = [SamplerReplica(place, launch, numbers, self._change) for place, launch in enumerate(launches)]
@@ -88,12 +91,18 @@ class SamplerPool:
         self._is_closed = False
 
     @classmethod
-    async def start(cls, trainer: Sampler, launches: Sequence[Launch], card: ModelCard | None = None) -> SamplerPool:
+    async def start(
+        cls,
+        trainer: Sampler,
+        launches: Sequence[Launch],
+        card: ModelCard | None = None,
+        transfer: FolderTransfer | None = None,
+    ) -> SamplerPool:
         """Start all replicas at once. Raises the error of one that does not start, after ending the others.
 
         `card` is given for vLLM replicas; what vLLM does not support is then sampled by the trainer's engine.
         """
-        pool = cls(trainer, launches, card)
+        pool = cls(trainer, launches, card, transfer or FolderTransfer())
         results = await asyncio.gather(*(each.start() for each in pool._replicas), return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
@@ -124,8 +133,8 @@ class SamplerPool:
     async def persist(self, version: str, to: Path) -> int:
         record = self._versions.get(version)
         size = await self._trainer.persist(version, to)
-        if record is not None and self._versions.get(version) is record:
-            self._publish(record, to)
+        if record is not None:
+            self._transfer.when_readable(to, lambda folder: self._publish(version, record, folder))
         return size
 
     async def attach(self, version: str, source: Path) -> None:
@@ -181,8 +190,10 @@ class SamplerPool:
             record.decided.set()
         return record
 
-    def _publish(self, record: _Version, folder: Path) -> None:
-        """Let the samples of a version begin, and give it to the least loaded replicas at once."""
+    def _publish(self, version: str, record: _Version, folder: Path) -> None:
+        """Let the samples of a version begin, unless it was replaced, and give it to the least loaded replicas."""
+        if self._versions.get(version) is not record:
+            return
         record.folder = folder
         record.decided.set()
         for life in sorted(self._lives().values(), key=lambda life: life.load)[:WARM_REPLICAS]:

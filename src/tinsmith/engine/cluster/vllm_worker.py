@@ -10,20 +10,24 @@ import asyncio
 import os
 import shutil
 import time
+from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from typing_extensions import override
 
 from tinsmith.engine.base import ModelCard, OnDelta, SampleRequest, SampleResult
 from tinsmith.engine.cluster.dial import Entrance
+from tinsmith.engine.cluster.files.cached_engine import with_objects
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.process import ParentLink, answer_calls
 from tinsmith.engine.vllm.sampler import ZERO_ADAPTER, VllmSampler
 from tinsmith.engine.vllm.server import EXIT_NOTICE_S
 from tinsmith.errors import EngineDied, EngineError, TinsmithError
 
+T = TypeVar("T")
 EXIT_CODE = 70
 """Of a worker whose vLLM has ended."""
 
@@ -34,8 +38,8 @@ class VllmStart:
 
     config: EngineConfig
     card: ModelCard
-    zero_adapter: Path | None
-    """Folder of an adapter that changes nothing, which a vLLM on a CPU needs; None on a GPU."""
+    zero_adapter: Mapping[str, bytes]
+    """Files of an adapter that changes nothing, which a vLLM on a CPU needs; empty on a GPU."""
 
 
 class ReplicaSampler(VllmSampler):
@@ -46,19 +50,25 @@ class ReplicaSampler(VllmSampler):
 
     @override
     async def attach(self, version: str, source: Path) -> None:
+        await self._or_end(self._attach(version, source))
+
+    @override
+    async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
+        return await self._or_end(super().sample(request, on_delta))
+
+    async def _attach(self, version: str, source: Path) -> None:
         await super().attach(version, source)
         async with self.versions.loaded(version):
             pass
 
-    @override
-    async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
+    async def _or_end(self, call: Awaitable[T]) -> T:
+        """The result of a call. If vLLM ends, so does this process, without a reply: the pool moves the request."""
         try:
-            return await super().sample(request, on_delta)
+            return await call
         except EngineDied:
-            with suppress(
-                TimeoutError
-            ):  # if vLLM ended, so does this process: no reply, and the pool moves the request
-                await asyncio.wait_for(self.server.ended.wait(), EXIT_NOTICE_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(EXIT_NOTICE_S):
+                    await self.server.ended.wait()
                 await asyncio.Event().wait()
             raise
 
@@ -79,32 +89,40 @@ class FolderVersions:
         raise EngineError(f"A sampler replica does not write {version} to {to}.")
 
 
-async def _serve(link: ParentLink) -> None:
+async def _serve(link: ParentLink, payload: bytes) -> None:
     start: VllmStart = link.receive()
     link.progress = lambda: int(time.monotonic())  # the start of vLLM has a time limit of its own
     sampler = ReplicaSampler(start)
     link.on_end = lambda: shutil.rmtree(sampler.folder, ignore_errors=True)
     try:
         await sampler.server.start()
-        if start.zero_adapter is not None:
-            await sampler.attach(ZERO_ADAPTER, start.zero_adapter)
+        if start.zero_adapter:
+            await sampler.attach(ZERO_ADAPTER, _written(start.zero_adapter, sampler.folder / ZERO_ADAPTER))
+        engine = with_objects(lambda _: sampler, payload)(start)
     except TinsmithError as error:
         await sampler.close()
         link.send(error)
         await asyncio.to_thread(link.receive)  # the pool has the error now, and closes the connection
         return
     link.send(sampler.card)
-    answering = asyncio.create_task(answer_calls(sampler, link))
+    answering = asyncio.create_task(answer_calls(engine, link))
     await sampler.server.ended.wait()
     answering.cancel()
     link.on_end()
     os._exit(EXIT_CODE)
 
 
+def _written(files: Mapping[str, bytes], folder: Path) -> Path:
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
 def main() -> None:
     """Entry point of the process."""
     entrance = Entrance.open()
-    asyncio.run(_serve(ParentLink(entrance.accept())))
+    asyncio.run(_serve(ParentLink(entrance.accept()), entrance.ticket.payload))
 
 
 if __name__ == "__main__":

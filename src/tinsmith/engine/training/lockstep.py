@@ -1,7 +1,8 @@
 """The micro-batches of a rank whose base model is sharded over all ranks, which compute each layer together.
 
 All ranks compute the same number of micro-batches, first those with a gradient and then those without; a rank that has
-fewer computes empty ones, so that the others get its slices. What is computed in one call is known beforehand.
+fewer computes empty ones, so that the others get its slices. So all micro-batches of a call are planned before the
+first one is computed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tinsmith.engine.training.training_run import Part, TrainingRun
 
 
 class LockstepQueue:
-    """Computes runs as `MicroBatchQueue` does. `compute` of no parts is to compute an empty micro-batch."""
+    """Computes runs as `MicroBatchQueue` does. `compute` without parts must compute an empty micro-batch."""
 
     def __init__(
         self,

@@ -33,21 +33,21 @@ class FairClock:
         self._now = 0
 
     def enter(self, share: str) -> None:
-        """The share has a run."""
+        """Note that the share has a run."""
         if len(self._served) > PRUNED_SHARES:
             self._served = {name: served for name, served in self._served.items() if served > self._earliest()}
         self._served[share] = max(self.served(share), self._earliest())
 
     def served(self, share: str) -> int:
-        """The share's service; the least of all leads."""
+        """Tokens served to the share. The share with the fewest leads."""
         return self._served.get(share, self._earliest())
 
     def lead(self, share: str) -> None:
-        """The share leads a micro-batch."""
+        """Note that the share leads a micro-batch."""
         self._now = max(self._now, self.served(share))
 
     def charge(self, share: str, tokens: int) -> None:
-        """The share was served."""
+        """Note that these tokens of the share were computed."""
         self._served[share] = self.served(share) + tokens
 
     def _earliest(self) -> int:

@@ -1,4 +1,5 @@
-"""A group of one rank on a GPU: NCCL and FSDP2 as far as one GPU can show; run by `make gpu-check`."""
+"""A group of one rank on a GPU, and a vLLM replica: NCCL, FSDP2 and versions as far as one GPU can show; run by
+`make gpu-check`."""
 
 from __future__ import annotations
 
@@ -11,11 +12,17 @@ import numpy as np
 import pytest
 
 from tests.engine.data import pass_for
-from tinsmith.engine.base import AdamParams, LoraSpec, PassResult
+from tinsmith.engine.base import AdamParams, LoraSpec, PassResult, SampleRequest
 from tinsmith.engine.cluster.config import ClusterConfig
-from tinsmith.engine.cluster.placement import Subprocesses
+from tinsmith.engine.cluster.launches import vllm_in_seat
+from tinsmith.engine.cluster.placement import Subprocesses, SubprocessSeat
+from tinsmith.engine.cluster.pool import SamplerPool
 from tinsmith.engine.cluster.trainers.group import start_group
+from tinsmith.engine.cluster.worker import start_engine
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.vllm.server import find_python
+from tinsmith.engine_options import VllmConfig
+from tinsmith.errors import ConfigError
 
 pytestmark = pytest.mark.gpu
 
@@ -49,3 +56,34 @@ def test_group_of_one_rank_on_gpu_trains_as_one_engine_does(
 
     expected, actual = asyncio.run(train())
     np.testing.assert_allclose(actual, expected, atol=1e-3)
+
+
+def test_vllm_replica_on_gpu_samples_a_version(smollm2: Path, tmp_path: Path) -> None:
+    """A training process and a vLLM server in seats of one GPU; the version goes from one to the other as files."""
+    try:
+        python = find_python(VllmConfig())
+    except ConfigError as error:
+        pytest.skip(f"no vLLM here: {error}")
+    settings = VllmConfig(python=python, rank=8, memory=0.3, args=("--enforce-eager",))
+    config = EngineConfig(source=str(smollm2), device="cuda", sampler="vllm", vllm=settings)
+    request = SampleRequest(
+        request_id="r", prompt=np.array([504, 2365, 6354], np.int32), version="v", max_tokens=4, temperature=0.0
+    )
+
+    async def sample() -> None:
+        trainer_seat, sampler_seat = (SubprocessSeat(name, ("0",)) for name in ("trainer-0", "sampler-0"))
+        torch_only = config.model_copy(update={"sampler": "torch"})
+        trainer = await start_engine(trainer_seat, torch_only, config.source, 1)
+        pool = await SamplerPool.start(trainer, [vllm_in_seat(sampler_seat, config, trainer.card, None)], trainer.card)
+        try:
+            await trainer.create("gpu", LoraSpec(rank=8, seed=1))
+            await pool.capture("gpu", "v")
+            await pool.persist("v", tmp_path / "v")
+            sampled, expected = await pool.sample(request), await trainer.sample(request)
+            assert sampled.sequences[0].tokens[0] == expected.sequences[0].tokens[0]
+            assert [each.versions for each in pool.status()] == [1]
+        finally:
+            await pool.close()
+            await trainer.close()
+
+    asyncio.run(sample())

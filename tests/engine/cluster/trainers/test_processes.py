@@ -23,6 +23,7 @@ from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.cluster.placement import Subprocesses
 from tinsmith.engine.cluster.trainers.group import GroupEngine, start_group
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.process import build
 from tinsmith.errors import BadRequest, ConfigError, EngineDied, Unsupported
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("forked_programs")]
@@ -98,6 +99,32 @@ def test_two_processes_train_as_one_engine_does(
     for name, tensor in tensors.items():
         if not name.endswith("steps"):
             assert float((group_tensors[name] - tensor).norm()) <= 2e-5 * float(tensor.norm()), name
+
+
+def test_sharded_base_rotates_each_row_by_its_length(tmp_path: Path, wait: Any):
+    """Rows up to the original context and beyond it in one request; fails without longrope's install on the shards."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 8.0}
+    rope |= {"short_factor": [1.0 + number / 10 for number in range(8)], "long_factor": [2.0**n for n in range(8)]}
+    folder = save_tiny("llama", tmp_path / "model", rope_parameters=rope)
+    request = pass_for("cross_entropy", "a", seed=1, lengths=(20, 32, 33, 90))
+    settings: Any = {"dtype": "float32", "device": "cpu", "threads": 1, "pass_tokens": 64}
+    single: Any = build(EngineConfig(source=str(folder), **settings))
+
+    async def outcome(engine: Any) -> list[Any]:
+        await engine.create("a", LoraSpec(rank=8, seed=0))
+        await engine.run([request])
+        await engine.step("a", AdamParams(learning_rate=1e-2))
+        (result,) = await engine.run([request])
+        return result.logprobs
+
+    async def sharded() -> list[Any]:
+        async with group_of(folder, shard=True) as group:
+            assert (group.card.context_length, group.card.original_context) == (256, 32)
+            return await outcome(group)
+
+    expected, actual = wait(outcome(single)), wait(sharded())
+    for theirs, ours in zip(expected, actual, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-4)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

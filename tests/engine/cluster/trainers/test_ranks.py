@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,8 +17,10 @@ from tests.engine.cluster.trainers.threads import ThreadGroup
 from tests.engine.custom_loss.traced_losses import RANKS, reinforce, traced, uploaded
 from tests.engine.data import LOSSES, pass_for
 from tinsmith.engine.base import AdamParams, LoraSpec, Pass, PassResult
+from tinsmith.engine.cluster.config import ClusterConfig, RankConfig
 from tinsmith.engine.cluster.trainers import ranks as ranks_module
-from tinsmith.errors import BadRequest, NotFound
+from tinsmith.engine.config import EngineConfig
+from tinsmith.errors import BadRequest, ConfigError, NotFound
 
 LENGTHS = (30, 1, 22, 17, 9, 14, 25)
 ADAM = AdamParams(learning_rate=1e-3)
@@ -244,3 +246,28 @@ def test_uploaded_loss_is_shared_out_by_datum(
         run(target.step(model_id, ADAM))
     assert_close(outcomes[1], outcomes[0])
     assert_same_weights(group, engine, wait, model_id, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [({"torch": "2.0.0"}, "different kinds of torch"), ({"device": "NVIDIA A100"}, "different kinds of device")],
+    ids=["software", "device"],
+)
+def test_ranks_on_unlike_machines_do_not_load(other: dict[str, str], message: str) -> None:
+    """Fails if ranks do not compare what their sums depend on."""
+
+    class Collectives:
+        rank, world = 0, 2
+        others: ClassVar[dict[str, str]] = {}
+
+        def gather_everywhere(self, value: dict[str, str]) -> list[dict[str, str]]:
+            return [value, {**value, **self.others}]
+
+    config = RankConfig(
+        engine=EngineConfig(source="m"), cluster=ClusterConfig(trainers=2), rank=0, rendezvous="tcp://127.0.0.1:1"
+    )
+    ranks = ranks_module.Ranks(config, Collectives())  # type: ignore[arg-type]
+    ranks.compare_machines(torch.device("cpu"))
+    Collectives.others = other
+    with pytest.raises(ConfigError, match=message):
+        ranks.compare_machines(torch.device("cpu"))

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tinsmith.engine.cluster.dial import PARENT_POLL_S, Address, Ticket
 from tinsmith.engine.cluster.machines.machine import Machine, this_machine
-from tinsmith.engine.cluster.placement import Program, free_port, read_file, start_child
+from tinsmith.engine.cluster.placement import Program, fault_of_store, free_port, read_file, start_child
 from tinsmith.errors import EngineDied, TinsmithError
 
 LOG_LINES = 20
@@ -44,6 +44,8 @@ class StartedProcess:
 
     pid: int
     port: int
+    certificate: bytes
+    """For TLS; else empty."""
 
 
 class Keeper:
@@ -56,15 +58,19 @@ class Keeper:
         self._identity = f"{os.getpid()}-{time.time_ns()}"
         threading.Thread(target=self._end_with_parent, name="parent-watch", daemon=True).start()
 
-    async def start(self, program: Program, ticket: Ticket) -> StartedProcess | TinsmithError:
-        """Start a process and wait until it listens; the earlier one is ended first. Returns the error of a failure."""
+    async def start(self, program: Program, ticket: Ticket, folder: str) -> StartedProcess | TinsmithError:
+        """Start a process and wait until it listens; the earlier one is ended first. Returns the error of a failure.
+
+        `folder`: where the service runs. The process runs there too, if this machine has that folder, so that relative
+        paths in the settings mean the same.
+        """
         await self.end()
         try:
             with self._log.open("ab") as log:
-                self._child, port = await start_child(program, ticket, (), log.fileno())
+                self._child, port, certificate = await start_child(program, ticket, (), log.fileno(), folder)
         except EngineDied as error:
             return EngineDied(f"{error.message}\n{self.log_tail(LOG_LINES)}")
-        return StartedProcess(self._child.pid, port)
+        return StartedProcess(self._child.pid, port, certificate)
 
     async def ended(self, pid: int) -> int | None:
         """Wait until a process has ended; its exit code, or None for one that this keeper does not know."""
@@ -91,6 +97,10 @@ class Keeper:
     def read(self, path: Path, limit: int) -> bytes | None:
         """The first bytes of a file; None if this machine does not see it."""
         return read_file(path, limit)
+
+    async def check_store(self, url: str) -> str:
+        """Why this machine cannot use an object store; empty if it can."""
+        return await asyncio.to_thread(fault_of_store, url)
 
     async def receive(self, host: str) -> int:
         """Take one connection on a new port and read it to its end, to measure the network. Returns the port."""

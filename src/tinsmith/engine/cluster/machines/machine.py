@@ -29,6 +29,8 @@ class Machine:
     """Kind of each GPU."""
     versions: Mapping[str, str]
     """Version of Python and of each of PACKAGES that is installed."""
+    gpu_bytes: int = 0
+    """Memory of its smallest GPU; 0 if unknown."""
 
 
 def this_machine(name: str = "", host: str = "127.0.0.1") -> Machine:
@@ -40,6 +42,7 @@ def this_machine(name: str = "", host: str = "127.0.0.1") -> Machine:
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         gpus=tuple(_nvidia("name")),
         versions=versions(),
+        gpu_bytes=min((_mebibytes(size) for size in _nvidia("memory.total")), default=0) << 20,
     )
 
 
@@ -60,6 +63,12 @@ def visible_gpus() -> list[str]:
     if listed is not None:
         return [device for device in listed.split(",") if device.strip() not in ("", "-1")]
     return _nvidia("index")
+
+
+def _mebibytes(size: str) -> int:
+    """Of "143771 MiB"; 0 where the driver does not know."""
+    number = size.split()[0] if size else ""
+    return int(number) if number.isdigit() else 0
 
 
 def _nvidia(field: str) -> list[str]:

@@ -31,11 +31,19 @@ def with_threads(
 
 
 def plan(
-    config: EngineConfig, trainers: Sequence[Seat], samplers: Sequence[Seat], machines: Sequence[Machine]
+    config: EngineConfig,
+    trainers: Sequence[Seat],
+    samplers: Sequence[Seat],
+    machines: Sequence[Machine],
+    *,
+    is_sharded: bool = False,
 ) -> Iterator[str]:
-    """Lines that say, before anything is loaded, which processes will run where."""
+    """Lines that say, before anything is loaded, which processes will run where, and what does not fit.
+
+    `is_sharded`: whether the trainers share the base model's layers out.
+    """
     weights = weight_bytes(config.source)
-    size = f", {weights / 1e9:.1f} GB of weight files each" if weights else ""
+    size = f", {weights / 1e9:.1f} GB of weight files{'' if is_sharded else ' each'}" if weights else ""
     yield f"Plan for {config.source}: {len(trainers)} training and {len(samplers)} sampling processes{size}"
     by_name = {machine.name: machine for machine in machines}
     for name in dict.fromkeys(seat.machine for seat in (*trainers, *samplers)):
@@ -47,7 +55,14 @@ def plan(
             yield f"    {len(seats)} processes do not fit: their weights alone take more than the machine's memory"
         for seat in seats:
             device = f"GPU {', '.join(seat.gpus)}" if seat.gpus else f"CPU, {config.threads} threads"
+            parts = len(trainers) if is_sharded and seat in trainers else max(1, len(seat.gpus))
+            room = machine.gpu_bytes if machine is not None and seat.gpus and config.quantize == "none" else 0
+            if room and weights / parts > room:
+                device += f"; does not fit: {weights / parts / 1e9:.1f} GB of weights on a GPU of {room / 1e9:.1f} GB"
             yield f"    {seat.name}: {device}"
+    homes = len({seat.machine for seat in trainers})
+    if is_sharded and homes > 1:
+        yield f"  The base model is sharded over {homes} machines: each pass sends every layer between them, twice"
 
 
 def weight_bytes(source: str) -> int:
@@ -58,15 +73,33 @@ def weight_bytes(source: str) -> int:
 
 async def check_folder(seats: Sequence[Seat], folder: Path) -> None:
     """Raises ConfigError if a machine does not see the files that this one writes into a folder."""
+    blind = await without_sight(seats, folder)
+    if blind:
+        raise ConfigError(
+            f"{blind} does not see the folder {folder}, where checkpoints and versions are written.",
+            "Give a --data folder that all machines share, at the same path, or a --store that all of them reach.",
+        )
+
+
+async def without_sight(seats: Sequence[Seat], folder: Path) -> str:
+    """A machine that does not see the files that this one writes into a folder; empty if all do."""
     nonce = os.urandom(16)
     file = folder / f".shared-{nonce.hex()}"
     file.write_bytes(nonce)
     try:
         for seat in seats:
             if await seat.read(file.absolute(), len(nonce)) != nonce:
-                raise ConfigError(
-                    f"{seat.machine} does not see the folder {folder}, where checkpoints and versions are written.",
-                    "Give a --data folder that all machines share, at the same path.",
-                )
+                return seat.machine
     finally:
         file.unlink()
+    return ""
+
+
+async def check_store(seats: Sequence[Seat], url: str) -> None:
+    """Raises ConfigError if a machine cannot write, read and delete a file of an object store."""
+    for seat in {seat.machine: seat for seat in seats}.values():
+        if reason := await seat.check_store(url):
+            raise ConfigError(
+                f"{seat.machine} cannot use the store: {reason}",
+                "Set its credentials on every machine before `ray start`; install tinsmith[cluster] there.",
+            )

@@ -12,9 +12,12 @@ import contextlib
 import itertools
 import logging
 import os
+import signal
 import socket
+import threading
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +38,11 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
 from typing_extensions import override
 
 from tinsmith.engine.cluster.dial import Address, Ticket
+from tinsmith.engine.cluster.machines.checks import check_address, check_places
 from tinsmith.engine.cluster.machines.keeper import LOG_LINES, Keeper, Place, StartedProcess
 from tinsmith.engine.cluster.machines.machine import Machine, versions
 from tinsmith.engine.cluster.placement import START_S, Places, Program, Seat, Strategy
+from tinsmith.engine.cluster.tls import Identity
 from tinsmith.errors import ConfigError, EngineDied
 
 log = logging.getLogger(__name__)
@@ -45,16 +50,14 @@ log = logging.getLogger(__name__)
 REACH_S = 30.0
 """Time to reach a keeper, which Ray may be starting on another machine."""
 CALL_S = 2 * START_S
-"""Time for an answer of a keeper, of which the start of a process takes longest. Ray may have lost a keeper together
-with its head."""
+"""Time for an answer of a keeper, of which the start of a process takes longest."""
 RETRY_S = 0.5
 WAIT_LOG_S = 30.0
 """Time between two log lines while the cluster has too few free GPUs or cores."""
+KEEPER_SHARE = 0.1
+"""Share of its bundle's core and GPU that a keeper takes. If Ray's head ends while it is placed, Ray keeps a lease that
+nobody uses or gives back; the next attempt needs room beside that."""
 _STRATEGIES: dict[Strategy, str] = {"pack": "PACK", "strict_pack": "STRICT_PACK", "scatter": "SPREAD"}
-_TOKEN_HINT = (
-    "On every machine set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to one secret, before `ray start` and before "
-    "`tinsmith serve`."
-)
 
 
 class RayKeeper(Keeper):
@@ -126,8 +129,9 @@ class RayProcess:
 class RaySeat:
     """A seat in a Ray cluster. Implements Seat."""
 
-    def __init__(self, name: str, keeper: Any) -> None:
+    def __init__(self, name: str, keeper: Any, identity: Identity | None) -> None:
         self.name = name
+        self.identity = identity
         self.process: RayProcess | None = None
         self._keeper = keeper
         self._place: Place | None = None
@@ -161,11 +165,12 @@ class RaySeat:
         await self.end()
         place = await self.locate()
         check_places([place])  # it may be another machine than before
-        ticket = Ticket.new(generation, place.machine.host, program.payload)
-        started = await self._call("start", program, ticket)
+        ticket = Ticket.new(generation, place.machine.host, program.payload, self.identity)
+        started = await self._call("start", program, ticket, os.getcwd())
         if not isinstance(started, StartedProcess):
             raise started
-        self.process = RayProcess(self._keeper, place.machine.name, started, Address(ticket.host, started.port), ticket)
+        address = Address(ticket.host, started.port, started.certificate)
+        self.process = RayProcess(self._keeper, place.machine.name, started, address, ticket)
         self._report = asyncio.create_task(self._log_end(self.process))
         return self.process
 
@@ -186,6 +191,9 @@ class RaySeat:
     async def read(self, path: Path, limit: int) -> bytes | None:
         return await self._call("read", path, limit)
 
+    async def check_store(self, url: str) -> str:
+        return await self._call("check_store", url)
+
     async def bandwidth(self, to: RaySeat, size: int) -> float:
         """Bytes per second from its machine to that of another seat, measured with `size` bytes."""
         port = await to._call("receive", to.host)
@@ -202,14 +210,15 @@ class RaySeat:
         ray.kill(self._keeper)
 
     async def _log_end(self, process: RayProcess) -> None:
-        """Log the last lines of a process that ends by itself: its log is on its machine."""
+        """Log the last lines of a process that ends by itself, but not because its connection was closed: its log is on
+        its machine."""
         await process.died.wait()
-        if process.is_ended or process.code is None:
+        if process.is_ended or not process.code:
             return
         with contextlib.suppress(EngineDied):
             lines = await self.log_tail(LOG_LINES)
             log.warning("%s on %s ended with code %d; its last lines:", self.name, self.machine, process.code)
-            for line in lines.splitlines():
+            for line in lines.splitlines() or ["(nothing)"]:
                 log.warning("    %s", line)
 
     async def _call(self, method: str, *args: Any) -> Any:
@@ -243,24 +252,29 @@ class RaySeat:
 class RayPlaces(Places):
     """Seats on the machines of a Ray cluster; create it with `connect`."""
 
-    def __init__(self) -> None:
+    def __init__(self, identity: Identity | None = None) -> None:
+        self._identity = identity
         self._groups: dict[PlacementGroup, list[RaySeat]] = {}
         self._numbers = itertools.count()
         self._prefix = f"tinsmith-{versions()['tinsmith']}-{uuid.uuid4().hex[:8]}"
         """Names of keepers hold the version: one of another version is never taken for this one's."""
 
     @classmethod
-    async def connect(cls, address: str) -> RayPlaces:
-        """Connect to a cluster, as HOST:PORT or `auto`. Raises ConfigError, with what to do."""
-        check_address(address)
+    async def connect(cls, address: str, identity: Identity | None = None) -> RayPlaces:
+        """Connect to a cluster, as HOST:PORT or `auto`; `identity` is for TLS. Raises ConfigError, with what to do."""
+        await check_address(address)
         if not ray.is_initialized():
             await asyncio.to_thread(_connect, address)  # not in the main thread, where Ray would handle SIGTERM
-        return cls()
+            _take_signals_back()
+        return cls(identity)
 
     @override
     async def machines(self) -> list[Machine]:
         nodes = await asyncio.to_thread(ray.nodes)
-        return [_machine(node) for node in nodes if node["Alive"]]
+        placed = [seat.place.machine for seats in self._groups.values() for seat in seats]
+        gpu_bytes = {machine.name: machine.gpu_bytes for machine in placed}
+        alive = [_machine(node) for node in nodes if node["Alive"]]
+        return [replace(machine, gpu_bytes=gpu_bytes.get(machine.name, 0)) for machine in alive]
 
     async def seat_on_each(self) -> list[RaySeat]:
         """A seat on each machine that has a free core. Machines are checked."""
@@ -302,60 +316,35 @@ class RayPlaces(Places):
         await self.give_back([seat for members in self._groups.values() for seat in members])
 
     def _keep(self, group: PlacementGroup, number: int, name: str, bundle: dict[str, float]) -> RaySeat:
+        gpus = bundle.get("GPU", 0)
         options = {
             "name": f"{self._prefix}-{next(self._numbers)}-{name}",
-            "num_cpus": 1,
-            "num_gpus": bundle.get("GPU", 0),
+            "num_cpus": KEEPER_SHARE,
+            "num_gpus": KEEPER_SHARE if gpus == 1 else gpus,  # Ray knows fractions of one GPU only
             "max_restarts": -1,
             "max_task_retries": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
         }
-        return RaySeat(name, ray.remote(RayKeeper).options(**options).remote())
-
-
-def check_address(address: str) -> None:
-    """Raises ConfigError for an address that cannot be used, and if this process has no token for a cluster."""
-    if address.startswith("ray://"):
-        raise ConfigError(
-            f"cluster.address {address} is one of Ray's client, which is not supported.",
-            "Give HOST:PORT of the cluster's head, or `auto` on a machine of the cluster.",
-        )
-    if os.environ.get("RAY_AUTH_MODE") != "token":
-        raise ConfigError(
-            "Ray listens on all interfaces, and without a token whoever reaches it can run programs.", _TOKEN_HINT
-        )
-
-
-def check_places(places: list[Place]) -> None:
-    """Raises ConfigError if machines differ in what must be equal, or accept callers without a token."""
-    own, first = versions(), places[0].machine.versions
-    for place in places:
-        machine = place.machine
-        if not place.requires_token:
-            raise ConfigError(f"Ray on {machine.name} accepts callers without a token.", _TOKEN_HINT)
-        for package, version in {**own, "torch": first.get("torch", "")}.items():
-            if package != "transformers" and machine.versions.get(package, "") != version:
-                raise ConfigError(
-                    f"{machine.name} has {package} {machine.versions.get(package) or 'missing'}, the others {version}.",
-                    "Install the same versions on all machines.",
-                )
-    kinds = {kind for place in places if place.gpus for kind in place.machine.gpus}
-    if len(kinds) > 1:
-        raise ConfigError(
-            f"The machines have GPUs of different kinds ({', '.join(sorted(kinds))}), which round differently.",
-            "Use machines of one kind.",
-        )
+        return RaySeat(name, ray.remote(RayKeeper).options(**options).remote(), self._identity)
 
 
 def _connect(address: str) -> None:
+    logging.getLogger("ray").setLevel(logging.ERROR)  # its warning that it does not handle SIGTERM, which is meant
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"There is no Ray cluster at {address}, or it refuses this process: {reason}",
             "Start one with `ray start --head`; versions of Ray and Python and RAY_AUTH_TOKEN must be the same.",
         ) from error
+
+
+def _take_signals_back() -> None:
+    """Undo Ray's handling of signals, which prints a stack trace for each before it passes it on."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.getsignal(number))
 
 
 async def _ready(group: PlacementGroup, wanted: str) -> None:

@@ -132,10 +132,11 @@ class GroupEngine(EngineCalls):
 
 
 async def start_group(
-    seats: Sequence[Seat], config: EngineConfig, cluster: ClusterConfig, generation: int
+    seats: Sequence[Seat], config: EngineConfig, cluster: ClusterConfig, generation: int, payload: bytes = b""
 ) -> GroupEngine:
     """Start a rank in each seat and wait until all have loaded the base model. The first seat leads.
 
+    `payload`: of the tickets (`files.cached_engine`).
     Raises the error of loading, or EngineDied if a rank ended; all are then ended. Raises ConfigError if the settings
     do not fit.
     """
@@ -149,7 +150,7 @@ async def start_group(
             rank=number,
             rendezvous=rendezvous,
         )
-        starts.append(asyncio.create_task(start_engine(seat, rank, config.source, generation, RANK)))
+        starts.append(asyncio.create_task(start_engine(seat, rank, config.source, generation, RANK, payload)))
     try:
         return GroupEngine(await asyncio.gather(*starts))
     except BaseException as error:

@@ -19,6 +19,7 @@ import torch
 from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard, OnDelta, Pass, PassResult, SampleRequest, SampleResult
 from tinsmith.engine.cluster.config import RankConfig
 from tinsmith.engine.cluster.dial import Entrance
+from tinsmith.engine.cluster.files.cached_engine import with_objects
 from tinsmith.engine.cluster.trainers.ranks import Collectives, Ranks
 from tinsmith.engine.process import ParentLink, serve
 from tinsmith.engine.torch_engine import TorchEngine
@@ -39,13 +40,11 @@ class _Command:
     done: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-class LeadingRank:
-    """Rank 0. Implements `engine.base.Engine`."""
+class Rank:
+    """What all ranks have: an engine, and connections to the others."""
 
     def __init__(self, engine: TorchEngine, ranks: Ranks, collectives: Collectives) -> None:
         self._engine, self._ranks, self._collectives = engine, ranks, collectives
-        self._waiting: deque[_Command] = deque()
-        self._worker: asyncio.Task[None] | None = None
 
     @property
     def card(self) -> ModelCard:
@@ -54,6 +53,15 @@ class LeadingRank:
     @property
     def progress(self) -> int:
         return self._engine.progress
+
+
+class LeadingRank(Rank):
+    """Rank 0. Implements `engine.base.Engine`."""
+
+    def __init__(self, engine: TorchEngine, ranks: Ranks, collectives: Collectives) -> None:
+        super().__init__(engine, ranks, collectives)
+        self._waiting: deque[_Command] = deque()
+        self._worker: asyncio.Task[None] | None = None
 
     async def create(self, model_id: str, lora: LoraSpec) -> None:
         await self._command("create", model_id, lora)
@@ -95,7 +103,7 @@ class LeadingRank:
         if self._ranks.lockstep:  # each token would gather the whole base model
             raise Unsupported(
                 "A base model that is sharded over training processes is not sampled from there.",
-                "Sample with vLLM: --samplers with sampler: vllm. Questions about prompts are not answered then.",
+                "Sample with vLLM (--samplers with sampler: vllm), without top_k, top_p and questions about prompts.",
             )
         return await self._engine.sample(request, on_delta)
 
@@ -152,19 +160,8 @@ class LeadingRank:
         return commands
 
 
-class FollowingRank:
+class FollowingRank(Rank):
     """Any other rank: executes the commands of rank 0 until it ends."""
-
-    def __init__(self, engine: TorchEngine, ranks: Ranks, collectives: Collectives) -> None:
-        self._engine, self._ranks, self._collectives = engine, ranks, collectives
-
-    @property
-    def card(self) -> ModelCard:
-        return self._engine.card
-
-    @property
-    def progress(self) -> int:
-        return self._engine.progress
 
     async def follow(self) -> None:
         """Execute commands. Never returns."""
@@ -202,15 +199,21 @@ def load(config: RankConfig) -> LeadingRank | FollowingRank:
     return (LeadingRank if ranks.leads else FollowingRank)(engine, ranks, collectives)
 
 
-async def _serve(link: ParentLink) -> None:
-    """Load, then serve the parent, and on ranks that follow also rank 0."""
+async def _serve(link: ParentLink, payload: bytes) -> None:
+    """Load, then serve the parent, and on ranks that follow also rank 0.
+
+    Rank 0 reads what the others are sent (`Ranks.read`), so it alone needs the cache of objects.
+    """
     loaded: list[LeadingRank | FollowingRank] = []
 
     def load_rank(config: RankConfig) -> Any:
         loaded.append(load(config))
         return loaded[0]
 
-    serving = asyncio.create_task(serve(link, load_rank))
+    def load_any(config: RankConfig) -> Any:
+        return with_objects(load_rank, b"" if config.rank else payload)(config)
+
+    serving = asyncio.create_task(serve(link, load_any))
     await asyncio.sleep(0)  # returns after loading, which blocks the loop
     if loaded and isinstance(loaded[0], FollowingRank):
         await loaded[0].follow()
@@ -219,7 +222,8 @@ async def _serve(link: ParentLink) -> None:
 
 def main() -> None:
     """Entry point of the process."""
-    asyncio.run(_serve(ParentLink(Entrance.open().accept())))
+    entrance = Entrance.open()
+    asyncio.run(_serve(ParentLink(entrance.accept()), entrance.ticket.payload))
 
 
 if __name__ == "__main__":

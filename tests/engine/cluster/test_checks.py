@@ -1,0 +1,21 @@
+"""Addresses of Ray clusters that are refused. Needs no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from tinsmith.engine.cluster.machines import checks
+from tinsmith.errors import ConfigError
+
+
+def test_address_where_nothing_listens_is_refused_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setattr(checks, "REACH_HEAD_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        asyncio.run(checks.check_address(address))
+    with pytest.raises(ConfigError, match=f"no Ray cluster at {address}"):
+        asyncio.run(checks.check_address(address))
