@@ -36,10 +36,11 @@ def atomic_write(target: Path, content: bytes, *, mode: int = 0o666) -> None:
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """An empty folder to write files into, renamed to `folder` at the end; an existing folder is replaced.
 
-    On an error the temporary folder is removed at once, to free its disk space.
+    On an error the temporary folder is removed at once, to free its disk space. What a killed writer has left is
+    removed by `remove_unfinished`, or by the next writer of the same name.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.writing")
+    temporary = _temporary(folder)
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir()
@@ -60,6 +61,11 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Delete what a writer of `folder` has left that was killed."""
+    shutil.rmtree(_temporary(folder), ignore_errors=True)
 
 
 def link_folder(source: Path, to: Path, *names: str) -> int:
@@ -91,6 +97,10 @@ def link_file(source: Path, to: Path) -> None:
 def sync_folder(folder: Path) -> None:
     """Sync a folder's list of names to disk."""
     _sync(folder)
+
+
+def _temporary(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.writing")
 
 
 def _sync(path: Path) -> None:

@@ -62,7 +62,7 @@ class EngineOptions(DeviceOptions):
     """Training and sampling settings of an engine."""
 
     quantize: Quantize = "none"
-    """Quantization of the base models. `4bit`: the projections in bitsandbytes' NF4, on GPUs, for a quarter of their
+    """Quantization of the base models. `4bit`: the projections in bitsandbytes' NF4, for a quarter of their bfloat16
     memory; embeddings, output head and fused experts stay in `dtype`. Adapters and optimizer state are float32."""
 
     check_memory: bool = True

@@ -233,7 +233,12 @@ def _apply_override(tree: DictConfig, override: str) -> None:
     try:
         value = OmegaConf.from_dotlist([f"value={override.partition('=')[2]}"])["value"]
         OmegaConf.update(tree, key, value, force_add=True)
-    except (OmegaConfBaseException, TypeError, ValueError, IndexError) as error:
+    except IndexError as error:
+        raise ConfigError(
+            f"{COMMAND_LINE}: '{override}' is beyond the end of its list, whose first entry is 0.",
+            'Change an entry that is there, or give the whole list, as in "rewards=[{type: closeness}]".',
+        ) from error
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
         fault = str(error).splitlines()[0]
         raise ConfigError(f"{COMMAND_LINE}: '{override}' cannot be applied: {fault}.", "Check the key.") from error
 

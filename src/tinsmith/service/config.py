@@ -128,6 +128,10 @@ class ServeConfig(EngineOptions):
     sampler_versions: int = Field(default=4, ge=1)
     """Newest unnamed sampler versions of a model that stay on disk as long as their session lives."""
 
+    max_sampler_versions: int = Field(default=16, ge=1)
+    """Unnamed sampler versions of a model that stay on disk at most: of more, those that were not used for longest are
+    deleted. Versions that were saved or sampled from in the last 10 minutes stay all the same."""
+
     version_retention_s: float = Field(default=6 * 3600.0, ge=0)
     """Seconds that older unnamed sampler versions stay after they were saved or last sampled from; while the disk is
     low, at most 10 minutes."""
@@ -178,6 +182,11 @@ class ServeConfig(EngineOptions):
             raise ValueError("sampler: vllm needs engine: torch")
         if self.sampler == "vllm" and self.deterministic:
             raise ValueError("deterministic needs sampler: torch; vLLM's results depend on what else it samples")
+        if self.sampler == "vllm" and self.quantize != "none" and "--quantization" not in " ".join(self.vllm.args):
+            raise ValueError(
+                f"quantize: {self.quantize} is the trainer's; vLLM would sample from the weights as they are. "
+                "Use sampler: torch, or give vLLM the same: vllm.args: [--quantization, bitsandbytes]"
+            )
         if any(arg.startswith("--data-parallel-size") for arg in self.vllm.args):
             raise ValueError("vllm.args: --data-parallel-size loads an adapter on one process only; use --samplers")
         return self
@@ -190,7 +199,7 @@ class ServeConfig(EngineOptions):
         try:
             cluster.shards_of_rows(deterministic=self.deterministic)
         except ConfigError as error:
-            raise ValueError(str(error)) from error
+            raise ValueError(str(error).removesuffix(".")) from error
         if not cluster.is_single and cluster.samplers == 0 and self.sampler == "vllm":
             raise ValueError("sampler: vllm needs cluster.samplers: 1 or more beside several training processes")
         if cluster.min_trainers > cluster.trainers:
@@ -200,6 +209,12 @@ class ServeConfig(EngineOptions):
                 "without cluster.address" if cluster.address is None else "with cluster.shard, whose slices would grow"
             )
             raise ValueError(f"cluster.min_trainers is not used {reason}; leave it out")
+        if cluster.tls and cluster.is_single:
+            raise ValueError("cluster.tls is not used with one process, whose connection does not leave this machine")
+        if cluster.sampler_gpus > 1 and (cluster.samplers == 0 or self.sampler != "vllm"):
+            raise ValueError("cluster.sampler_gpus needs cluster.samplers and sampler: vllm")
+        if cluster.samplers and any(arg.startswith(("--tensor-parallel-size", "-tp")) for arg in self.vllm.args):
+            raise ValueError("vllm.args: use cluster.sampler_gpus in place of --tensor-parallel-size")
         if cluster.samplers and self.vllm.devices:
             raise ValueError("vllm.devices is not used with cluster.samplers, whose processes are given GPUs")
         return self

@@ -181,7 +181,11 @@ class Service:
         """A sampling session of this tenant. Raises NotFound."""
         sampler = self.store.find(SamplingSession, sampler_id)
         if sampler is None or sampler.owner != owner:
-            raise NotFound(f"There is no sampling session {sampler_id}.", "Create a sampling session.")
+            raise NotFound(
+                f"There is no sampling session {sampler_id}.",
+                "Create one. One on unnamed weights ends when they were replaced by newer ones and not used for long: "
+                "save the weights again, under a name if they are to stay (docs/guides/storage-budgets.md).",
+            )
         return sampler
 
 

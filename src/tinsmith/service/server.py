@@ -32,7 +32,7 @@ from tinsmith.service.checkpoints import CheckpointCopies, Checkpoints
 from tinsmith.service.concurrency import restart_on_error
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.dependencies import Service, server_key
-from tinsmith.service.engines.clusters import engine_factory
+from tinsmith.service.engines.clusters import engine_factory, transfer_of
 from tinsmith.service.engines.host import EngineFactory, EngineHost, starting_after
 from tinsmith.service.frontends.serving import Shutdown, http_server, listen
 from tinsmith.service.limits.bodies import LargeBodies
@@ -61,7 +61,7 @@ from tinsmith.service.sampling import Sampling
 from tinsmith.service.sessions import SessionCleanup, Sessions
 from tinsmith.service.storage.folder_lock import lock_folder
 from tinsmith.service.storage.object_copies import ObjectCopies, open_objects
-from tinsmith.service.storage.records import SamplingSession
+from tinsmith.service.storage.records import Session
 from tinsmith.service.storage.retention import Retention
 from tinsmith.service.storage.store import Store, exclusive_store
 from tinsmith.service.tenancy.keys import Tenants
@@ -92,7 +92,8 @@ def serve(
     configure_logging(config.log_format, config.log_level)
     _raise_file_limit()
     os.umask(PRIVATE_UMASK)
-    asyncio.run(_serve(config, start or engine_factory(config.cluster, config.data), on_ready))
+    factory = engine_factory(config.cluster, config.data, config.store, config.store_cache)
+    asyncio.run(_serve(config, start or factory, on_ready))
 
 
 async def _serve(config: ServeConfig, start: EngineFactory, on_ready: Callable[[str, str], None] | None) -> None:
@@ -136,7 +137,7 @@ async def run_service(config: ServeConfig, start: EngineFactory, on_loaded: OnLo
             log.info("Other users of this machine could read %d files and folders in %s before.", changed, config.data)
         async with exclusive_store(config.data, config.database) as store, tracing(config.otlp_endpoint) as spans:
             objects = await asyncio.to_thread(open_objects, config.store) if config.store is not None else None
-            copies = ObjectCopies(store, objects, config.data, config.store_cache)
+            copies = ObjectCopies(store, objects, config.data, config.store_cache, transfer_of(start))
             service = _assemble(config, store, start, spans, copies)
             await _require_key(service)
             await _recover(service)
@@ -207,7 +208,9 @@ def _assemble(
 
 
 def _version_limits(config: ServeConfig) -> VersionLimits:
-    return VersionLimits(newest=config.sampler_versions, retention_s=config.version_retention_s)
+    return VersionLimits(
+        newest=config.sampler_versions, most=config.max_sampler_versions, retention_s=config.version_retention_s
+    )
 
 
 def _quotas(config: ServeConfig, tenants: Tenants, store: Store, futures: Futures, disk: DiskMonitor) -> QuotaEnforcer:
@@ -246,8 +249,9 @@ def _gauges(
 
 
 def _owner_of(store: Store, sampler_id: str) -> str | None:
-    sampler = store.find(SamplingSession, sampler_id)
-    return sampler.owner if sampler is not None else None
+    """Tenant of a sampling session, whose record may be deleted before its session's."""
+    session = store.find(Session, sampler_id.partition(":")[0])
+    return session.owner if session is not None else None
 
 
 def _on_finished(audit_log: AuditLog, spans: SpanExporter | None) -> Callable[[Timeline], None]:

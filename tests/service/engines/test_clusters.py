@@ -16,7 +16,7 @@ from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.cluster.placement import Subprocesses
 from tinsmith.engine.config import EngineConfig
 from tinsmith.errors import ConfigError
-from tinsmith.service.engines.clusters import ClusterFactory, engine_factory
+from tinsmith.service.engines.clusters import ClusterFactory, connect_places, engine_factory
 from tinsmith.service.engines.host import start_engine
 from tinsmith.service.wire.protobuf import pb
 
@@ -90,3 +90,15 @@ def test_model_that_does_not_load_leaves_no_process(tmp_path: Path) -> None:
 def test_one_process_needs_no_cluster() -> None:
     assert engine_factory(ClusterConfig(), Path()) is start_engine
     assert isinstance(engine_factory(ClusterConfig(samplers=1), Path()), ClusterFactory)
+
+
+def test_tls_is_a_setting() -> None:
+    """Fails if the setting does not reach the seats."""
+
+    async def identities(*, tls: bool) -> list[object]:
+        places = await connect_places(ClusterConfig(tls=tls))
+        return [seat.identity for seat in await places.seats(2, name="sampler")]
+
+    first, second = asyncio.run(identities(tls=True))
+    assert first is second is not None
+    assert asyncio.run(identities(tls=False)) == [None, None]

@@ -8,7 +8,10 @@ from pathlib import Path
 
 from tinsmith.engine.cluster.cluster import ModelCluster
 from tinsmith.engine.cluster.config import ClusterConfig
+from tinsmith.engine.cluster.files.cache import ObjectSettings
+from tinsmith.engine.cluster.files.transfer import FolderTransfer
 from tinsmith.engine.cluster.placement import Places, Subprocesses
+from tinsmith.engine.cluster.tls import Identity
 from tinsmith.engine.config import EngineConfig
 from tinsmith.errors import ConfigError
 from tinsmith.service.engines.host import EngineFactory, RunningEngine, start_engine
@@ -17,9 +20,9 @@ from tinsmith.service.engines.host import EngineFactory, RunningEngine, start_en
 class ClusterFactory:
     """Starts the engines of one service, and starts them again. An EngineFactory."""
 
-    def __init__(self, cluster: ClusterConfig, folder: Path) -> None:
-        """`folder`: the data folder, which all machines must see."""
-        self._cluster, self._folder = cluster, folder
+    def __init__(self, cluster: ClusterConfig, folder: Path, transfer: FolderTransfer | None = None) -> None:
+        """`folder`: the data folder; `transfer`: how files in it reach machines, which need not see it with a store."""
+        self._cluster, self._folder, self.transfer = cluster, folder, transfer or FolderTransfer()
         self._places: Places | None = None
         self._connecting = asyncio.Lock()
         self._models: dict[str, ModelCluster] = {}
@@ -28,7 +31,7 @@ class ClusterFactory:
     async def __call__(self, config: EngineConfig) -> RunningEngine:
         async with self._connecting:
             self._places = self._places or await connect_places(self._cluster)
-        model = self._models.get(config.source) or ModelCluster(config, self._cluster, self._places, self._folder)
+        model = self._models.get(config.source) or self._new_model(config, self._places)
         engine = await model.start()
         self._models[config.source] = model
         return RunningEngine(
@@ -41,6 +44,9 @@ class ClusterFactory:
             retire=partial(self._retire, config.source),
         )
 
+    def _new_model(self, config: EngineConfig, places: Places) -> ModelCluster:
+        return ModelCluster(config, self._cluster, places, self._folder, self.transfer)
+
     async def _retire(self, source: str) -> None:
         model = self._models.pop(source, None)
         if model is not None:
@@ -49,8 +55,9 @@ class ClusterFactory:
 
 async def connect_places(cluster: ClusterConfig) -> Places:
     """The machines of the settings. Raises ConfigError if they cannot be used."""
+    identity = Identity.new() if cluster.tls else None
     if cluster.address is None:
-        return Subprocesses()
+        return Subprocesses(identity)
     try:
         from tinsmith.engine.cluster.machines.ray_places import RayPlaces
     except ImportError as error:
@@ -58,9 +65,19 @@ async def connect_places(cluster: ClusterConfig) -> Places:
             f"--cluster needs Ray, which is not installed ({error}).",
             "pip install 'tinsmith[cluster]', the same versions on all machines",
         ) from error
-    return await RayPlaces.connect(cluster.address)
+    return await RayPlaces.connect(cluster.address, identity)
 
 
-def engine_factory(cluster: ClusterConfig, folder: Path) -> EngineFactory:
-    """How the engines of a service with these settings and this data folder start."""
-    return start_engine if cluster.is_single else ClusterFactory(cluster, folder)
+def engine_factory(
+    cluster: ClusterConfig, folder: Path, store: str | None = None, cache_bytes: int = 0
+) -> EngineFactory:
+    """How the engines of a service with these settings, this data folder and this object store start."""
+    if cluster.is_single:
+        return start_engine
+    objects = ObjectSettings(url=store, cache_bytes=cache_bytes, cache=cluster.cache) if store is not None else None
+    return ClusterFactory(cluster, folder, FolderTransfer(objects))
+
+
+def transfer_of(start: EngineFactory) -> FolderTransfer | None:
+    """How the files of a factory's engines travel; None for engines that see the data folder."""
+    return start.transfer if isinstance(start, ClusterFactory) else None

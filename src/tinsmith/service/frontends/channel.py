@@ -1,6 +1,6 @@
-"""A socket between a front end and the core, in an event loop: pickled messages with a length prefix, as engines have.
+"""A socket between a front end and the core, in an event loop: pickled messages with a length prefix, as for engines.
 
-Both ends are this program on one machine. The messages of one turn of the event loop are written with one system call.
+Both ends run this program on one machine. Messages of one turn of the event loop are written with one system call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Channel(asyncio.Protocol):
         self._size = 0
         """Bytes received of messages that are not complete."""
         self._needed = LENGTH_PREFIX.size
-        """Bytes of the first of them, as far as its length is there."""
+        """Bytes of the first of them; those of its length prefix until that is complete."""
         self._unsent: list[bytes] = []
 
     @property
@@ -35,7 +35,7 @@ class Channel(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def send(self, message: object) -> None:
-        """Send a message after those before it. Once the other end is gone, it is dropped."""
+        """Send a message after those before it. Once the other end is gone, messages are dropped."""
         if not self.is_open:
             return
         if not self._unsent:

@@ -18,9 +18,10 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.logging import RichHandler
 from typing_extensions import override
+
+from tinsmith.terminal import new_console
 
 _SECRET = re.compile(r"tml-[\w-]+|eyJ[\w-]+\.[\w.-]+|(?<=signature=)\w+|(?<=://)[^\s/@]*:[^\s/@]+(?=@)")
 """Keys, tokens, signatures of links, and credentials in URLs, which are masked: a message may quote a client or a
@@ -128,7 +129,7 @@ def configure_logging(form: Literal["text", "json"], level: str) -> None:
         target = logging.StreamHandler()
         target.setFormatter(JsonLines())
     elif sys.stderr.isatty():
-        target = RichHandler(console=Console(stderr=True), show_path=False)
+        target = RichHandler(console=new_console(stderr=True), show_path=False)
         target.setFormatter(TextLines(bare=True))
     else:  # a file or a pipe: no colours, no wrapping
         target = logging.StreamHandler()

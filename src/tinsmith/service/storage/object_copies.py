@@ -3,6 +3,9 @@
 With a store, a record names its object by digest, and its folder here is a cache: it is fetched again when
 it is missing, so the data folder's disk may be lost. Without one, folders are all there is and nothing here does
 anything. An object is noted in the database before it is uploaded, and deleted once no record has named it for a day.
+
+Engines on machines that do not see the data folder read and write objects (`engine.cluster.files.transfer`): what
+they write is uploaded there, and no folder appears here until something here reads it.
 """
 
 from __future__ import annotations
@@ -12,12 +15,14 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from tinsmith.atomic import folder_size
+from tinsmith.atomic import link_folder
+from tinsmith.engine.cluster.files.cache import object_path, trim_folders
+from tinsmith.engine.cluster.files.transfer import FolderTransfer
 from tinsmith.service.storage.records import Checkpoint, Model, StoredObject
 from tinsmith.service.storage.store import Store
 
@@ -33,17 +38,22 @@ COLLECT_S = 60.0
 """Time between two rounds of deletion."""
 UNNAMED_S = 86_400.0
 """Time that an object stays which no record names: the record of a publication may follow later."""
-UNUSED_S = 600.0
-"""Least time that a folder stays after its last use: an engine may be reading it."""
 
 
 class ObjectCopies:
     """The object store of one service, if it has one. `data` is the folder with the copies of `cache_bytes` at most."""
 
     def __init__(
-        self, store: Store, objects: ObjectStore | None = None, data: Path = Path(), cache_bytes: int = 0
+        self,
+        store: Store,
+        objects: ObjectStore | None = None,
+        data: Path = Path(),
+        cache_bytes: int = 0,
+        transfer: FolderTransfer | None = None,
     ) -> None:
+        """`transfer`: how engines read and write folders; by default they see the data folder."""
         self._store, self._objects = store, objects
+        self._transfer = transfer or FolderTransfer()
         self._data, self._cache_bytes = data, cache_bytes
         self._lock = asyncio.Lock()
         """Held while an object is published or deleted: a new record may name an object that is about to be deleted."""
@@ -63,13 +73,48 @@ class ObjectCopies:
         """
         if self._objects is None:
             return None
+        if (written := self._transfer.find(folder)) is not None:
+            await self._store_object(written.digest, written.upload, waits=waits)
+            self._transfer.stored(folder)
+            return written.digest
         from tinsmith.engine.cluster.objects import Manifest
 
         objects = self._objects
         manifest = await asyncio.to_thread(Manifest.of, folder)
-        async with self._lock:
-            await self._store.put(StoredObject(id=manifest.digest, created=time.time()))
-            return await self._call(lambda: objects.publish(folder, manifest), waits=waits)
+        await self._store_object(
+            manifest.digest, lambda: asyncio.to_thread(objects.publish, folder, manifest), waits=waits
+        )
+        return manifest.digest
+
+    async def source(self, folder: Path, digest: str | None) -> Path:
+        """What an engine reads in the place of a folder: the folder, fetched if it is missing, or its object.
+
+        Waits while the store is unavailable.
+        """
+        if not self._transfer.through_store:
+            return await self.ensure(folder, digest)
+        return object_path(digest or await self._digest_of(folder))
+
+    async def link(self, folder: Path, digest: str | None, to: Path) -> str | None:
+        """Give a folder's files another name, so that they stay when the folder is deleted. Returns their digest.
+
+        Where engines read objects, only the object has another name: that in the caller's record.
+        """
+        if not self._transfer.through_store:
+            await asyncio.to_thread(link_folder, await self.ensure(folder, digest), to)
+            return digest
+        digest = digest or await self._digest_of(folder)
+        async with self._lock:  # the record follows
+            await self._store.put(StoredObject(id=digest, created=time.time()))
+        return digest
+
+    async def bring(self, folder: Path) -> None:
+        """Have a folder here that an engine has just written and that is not to be published."""
+        await self._transfer.bring(folder)
+
+    def forget(self, folder: Path) -> None:
+        """A folder that an engine has written is not wanted."""
+        self._transfer.forget(folder)
 
     async def ensure(self, folder: Path, digest: str | None) -> Path:
         """The folder, fetched from its object if it is missing. Waits while the store is unavailable.
@@ -82,7 +127,7 @@ class ObjectCopies:
         async with self._fetching.setdefault(folder, asyncio.Lock()):
             if not folder.is_dir():
                 log.info("Fetching %s from %s.", digest, objects.url)
-                await self._call(lambda: objects.fetch(digest, folder), waits=True)
+                await self._call(lambda: asyncio.to_thread(objects.fetch, digest, folder), waits=True)
             with suppress(FileNotFoundError):
                 os.utime(folder)  # its last use
         self._fetching.pop(folder, None)
@@ -105,7 +150,7 @@ class ObjectCopies:
                 current = self._store.find(StoredObject, stored.id)
                 if current is None or now - current.created < UNNAMED_S or stored.id in self._named():
                     continue
-                await self._call(lambda digest=stored.id: objects.delete(digest), waits=False)
+                await self._call(lambda digest=stored.id: asyncio.to_thread(objects.delete, digest), waits=False)
                 await self._store.remove(current)
                 deleted += 1
         return deleted
@@ -115,19 +160,31 @@ class ObjectCopies:
         checkpoints = self._data / "checkpoints"
         folders = {checkpoints / checkpoint.id for checkpoint in self._store.all(Checkpoint) if digest_of(checkpoint)}
         folders |= {self._data / "journal" / str(each.captured) for each in self._store.all(Model) if digest_of(each)}
-        return await asyncio.to_thread(_trim, folders, self._cache_bytes, now)
+        return await asyncio.to_thread(trim_folders, folders, self._cache_bytes, now, _delete)
 
     def _named(self) -> set[str | None]:
         records = [*self._store.all(Checkpoint), *self._store.all(Model)]
         return {digest_of(record) for record in records}
 
-    async def _call(self, work: Callable[[], R], *, waits: bool) -> R:
-        """Run the work in a thread, again and again while the store is unavailable if the caller waits."""
+    async def _digest_of(self, folder: Path) -> str:
+        """The digest of a folder here that has no object yet: it gets one, for engines that see no folders."""
+        digest = await self.publish(folder, waits=True)
+        assert digest is not None, "engines read objects only if there is a store"
+        return digest
+
+    async def _store_object(self, digest: str, upload: Callable[[], Awaitable[object]], *, waits: bool) -> None:
+        """Note an object, and upload it."""
+        async with self._lock:
+            await self._store.put(StoredObject(id=digest, created=time.time()))
+            await self._call(upload, waits=waits)
+
+    async def _call(self, work: Callable[[], Awaitable[R]], *, waits: bool) -> R:
+        """Do the work, again and again while the store is unavailable if the caller waits."""
         from tinsmith.engine.cluster.objects import StoreUnavailableError
 
         while True:
             try:
-                return await asyncio.to_thread(work)
+                return await work()
             except StoreUnavailableError as error:
                 self._failed = time.monotonic()
                 if not waits:
@@ -154,18 +211,11 @@ def digest_of(record: Checkpoint | Model) -> str | None:
     return record.digest
 
 
-def _trim(folders: set[Path], limit: int, now: float) -> int:
-    used: dict[Path, tuple[float, int]] = {}
-    for folder in folders:
-        with suppress(FileNotFoundError):
-            used[folder] = folder.stat().st_mtime, folder_size(folder)
-    total, deleted = sum(size for _, size in used.values()), 0
-    for folder, (last, size) in sorted(used.items(), key=lambda each: each[1]):
-        if total <= limit or now - last < UNUSED_S:
-            break
-        gone = folder.with_name(f".{folder.name}.trimmed")
-        with suppress(FileNotFoundError):
-            folder.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
-            total, deleted = total - size, deleted + 1
-    return deleted
+def _delete(folder: Path) -> bool:
+    gone = folder.with_name(f".{folder.name}.trimmed")
+    try:
+        folder.rename(gone)
+    except FileNotFoundError:
+        return False
+    shutil.rmtree(gone, ignore_errors=True)
+    return True
