@@ -1,24 +1,29 @@
 """A stub of vLLM's server with the paths in use. Token i of sample s is (last prompt token + s + i + 1) % 512.
 
 A prompt that begins with token 511 is answered slowly. Requests and closed connections are recorded in the file
---record, one per line. The file --faults is a JSON object: paths that answer with an error, or not at all (`hang`), as
-long as it says so; /metrics may be `frozen`. With --fail the stub prints an error and exits.
+--record, one per line. The file --faults is a JSON object: paths that answer with an error, or not at all, as long as
+it says so. `hang` waits; `die` closes the connection and exits after DEATH_S. /metrics may be `frozen`, or `busy`:
+frozen while a process computes. With --fail the stub prints an error and exits. It ends with its standard input.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import select
+import subprocess
 import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread, Timer
 from typing import Any
 
 SLOW = 511
 CHUNK = 2
+DEATH_S = 1.5
 
 
 class Stub(ThreadingHTTPServer):
@@ -28,6 +33,12 @@ class Stub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
         self.record, self.loaded, self.faults = record, {"base"}, faults
         self.steps = 0
+
+    def compute(self) -> None:
+        """Start a process that keeps a core busy; it ends with the process group."""
+        if self.steps >= 0:
+            subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        self.steps = -1
 
     def record_event(self, event: str, value: Any) -> None:
         with self.record.open("a") as file:
@@ -44,8 +55,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/metrics":
-            self.server.steps += self.fault() != "frozen"
-            self.respond(200, f"vllm:num_requests_running 1.0\nvllm:generation_tokens_total {self.server.steps}.0\n")
+            self.server.steps += self.fault() not in ("frozen", "busy")
+            if self.fault() == "busy":
+                self.server.compute()
+            self.respond(200, f"vllm:num_requests_running 0.0\nvllm:generation_tokens_total {self.server.steps}.0\n")
         elif not self.fails():
             self.respond(200, {})
 
@@ -72,7 +85,10 @@ class Handler(BaseHTTPRequestHandler):
         """Whether the request has been answered with an error. A path that hangs is answered once it no longer does."""
         while (fault := self.fault()) == "hang":
             time.sleep(0.05)
-        if fault:
+        if fault == "die":
+            Timer(DEATH_S, os._exit, (1,)).start()
+            self.close_connection = True
+        elif fault:
             self.respond(500, {"error": fault})
         return bool(fault)
 
@@ -112,6 +128,7 @@ def main() -> None:
         return  # the caller only checks that vLLM is installed
     if options.fail:
         sys.exit("ValueError: no memory left for the cache")
+    Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     faults = Path(options.faults) if options.faults else None
     Stub(int(options.port), Path(options.record), faults).serve_forever()
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.process import build
 from tinsmith.engine.vllm import completions
 from tinsmith.engine.vllm.engine import VllmEngine
-from tinsmith.engine.vllm.server import command_of, environment_of, find_python
+from tinsmith.engine.vllm.server import VllmServer, command_of, environment_of, find_python
 from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError, EngineDied, EngineError, Gone, Unsupported
 
@@ -311,12 +312,22 @@ def test_failed_start_quotes_the_log_of_vllm(tiny_llama: Path, python: Path, wai
         wait(VllmEngine.start(config))
 
 
+@pytest.mark.parametrize("modules", [("gate_proj", "up_proj"), ("experts.w1", "experts.w2")])
+def test_mixture_on_a_cpu_is_refused(modules: tuple[str, ...], tmp_path: Path, wait: Any):
+    """To break it: leave out `check_model` in `VllmServer.start`."""
+    card = replace(CARD, adapted_modules={"mlp": modules})
+    error = Unsupported if "experts.w1" in modules else ConfigError
+    with pytest.raises(error, match="mixture of experts" if error is Unsupported else "nowhere"):
+        wait(VllmServer(VllmConfig(python=tmp_path / "nowhere"), card, 1, tmp_path).start())
+
+
 def test_settings_reach_the_command_and_environment(monkeypatch: pytest.MonkeyPatch):
     settings = VllmConfig(rank=64, adapters=40, memory=0.5, devices="1,2", args=("--tensor-parallel-size", "2"))
     command = command_of(Path("/venv/bin/python"), settings, CARD, 1234)
     for pair in (
         ("--max-lora-rank", "64"), ("--max-loras", "41"), ("--max-cpu-loras", "41"), ("--port", "1234"),
         ("--gpu-memory-utilization", "0.5"), ("--max-model-len", "64"), ("--dtype", "bfloat16"), ("--model", "/here"),
+        ("--max-num-batched-tokens", "2048"),
         ("--tensor-parallel-size", "2"), ("--generation-config", "vllm"), ("--logprobs-mode", "processed_logprobs"),
     ):  # fmt: skip
         assert command[command.index(pair[0]) + 1] == pair[1]

@@ -65,7 +65,8 @@ async def stalling(python: Path, folder: Path) -> AsyncIterator[Stalling]:
         async with asyncio.timeout(SECONDS):
             await vllm.server.start()
             await vllm.sampler.attach(ZERO_ADAPTER, adapter)
-            await vllm.sampler.attach("version", adapter)
+            for version in ("version", "new"):
+                await vllm.sampler.attach(version, adapter)
             yield vllm
     finally:
         await vllm.sampler.close()
@@ -146,8 +147,30 @@ def test_adapter_that_is_never_loaded_ends_vllm(python: Path, tmp_path: Path):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", LOAD])
+def test_vllm_whose_engine_has_ended_is_restarted(python: Path, tmp_path: Path, path: str):
+    """It answers requests and /health with errors before it exits. To break it: let `request_failed` kill nothing."""
+
+    async def main() -> None:
+        async with stalling(python, tmp_path) as vllm:
+            vllm.break_paths({path: "EngineCore encountered an issue", "/health": "EngineCore encountered an issue"})
+            with pytest.raises(EngineDied, match="its engine has ended"):
+                await vllm.sampler.sample(sample_request([10, 20], version="version", max_tokens=1))
+            vllm.break_paths({})
+            await vllm.sampler.sample(sample_request([10, 20], version="version", max_tokens=1))
+            assert vllm.server.starts == 2
+            vllm.break_paths({path: "out of order"})
+            with pytest.raises(EngineError, match="out of order"):
+                await vllm.sampler.sample(sample_request([10, 20], version="new", max_tokens=1))
+            assert vllm.server.starts == 2
+
+    asyncio.run(main())
+
+
 def test_vllm_whose_requests_make_no_progress_is_restarted(python: Path, tmp_path: Path):
-    """/health answers 200 all the time. To break it: let `_Metrics.running` be False."""
+    """/health answers 200 all the time, and vLLM counts no running request, as where its engine hangs before its first
+    step. To break it: leave out `sampling` in `VllmSampler._complete`.
+    """
 
     async def main() -> None:
         async with stalling(python, tmp_path) as vllm:
@@ -155,8 +178,22 @@ def test_vllm_whose_requests_make_no_progress_is_restarted(python: Path, tmp_pat
             await asyncio.sleep(2 * TIMEOUT_S)
             assert not running.done()  # it is slow, but its metrics change
             vllm.break_paths({"/metrics": "frozen"})
-            with pytest.raises(EngineDied, match="stalled: requests run, and no metric of vLLM changes, for 2 s"):
+            with pytest.raises(EngineDied, match="stalled: requests run, and vLLM's engine makes no step, for 2 s"):
                 await running
+
+    asyncio.run(main())
+
+
+def test_busy_vllm_makes_progress_on_a_cpu(python: Path, tmp_path: Path):
+    """A step may take longer than the limit. To break it: leave out `is_busy` in `VllmServer._check_health`."""
+
+    async def main() -> None:
+        async with stalling(python, tmp_path) as vllm:
+            vllm.break_paths({"/metrics": "busy"})
+            running = asyncio.create_task(vllm.sampler.sample(sample_request((SLOW, 1))))
+            await asyncio.sleep(3 * TIMEOUT_S)
+            assert not running.done()
+            running.cancel()
 
     asyncio.run(main())
 

@@ -21,7 +21,7 @@ import httpx
 
 from tinsmith.atomic import link_folder
 from tinsmith.engine.vllm.server import MAX_RESIDENT, VllmServer
-from tinsmith.errors import EngineDied, EngineError, Gone, Unsupported
+from tinsmith.errors import EngineDied, Gone, Unsupported
 
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """The files that vLLM reads, which are all files of a version for sampling."""
@@ -168,7 +168,7 @@ class VllmVersions:
         body = {"lora_name": lora_name, "lora_path": str(version.folder)}
         response = await self._post("/v1/load_lora_adapter", body)
         if response.status_code != 200:
-            raise EngineError(f"vLLM does not load the adapter: {response.text[:500]}", "See vLLM's log.")
+            raise await self._server.request_failed(start, f"vLLM does not load the adapter: {response.text[:500]}")
         version.lora_name, version.server_start = lora_name, start
 
     async def _evict(self, version: _Version, *, replaced: bool) -> None:

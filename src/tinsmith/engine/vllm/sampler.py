@@ -21,7 +21,7 @@ from tinsmith.engine.vllm import completions
 from tinsmith.engine.vllm.adapters import VersionHolder, VllmVersions
 from tinsmith.engine.vllm.completions import CompletionParser
 from tinsmith.engine.vllm.server import BASE, VllmServer
-from tinsmith.errors import EngineDied, EngineError, Gone
+from tinsmith.errors import EngineDied, Gone
 
 CONNECT_TIMEOUT_S = 10.0
 ZERO_ADAPTER = "plain"
@@ -104,14 +104,17 @@ class VllmSampler:
         body = completions.request_body(request, self.card, name, stream=on_delta is not None)
         url, parser = f"{self.server.url}/v1/completions", CompletionParser(request)
         try:
-            if on_delta is None:
-                response = await self._client.post(url, json=body)
-                _check(response.status_code, response.text)
-                parser.add(response.json())
-            else:
-                await self._stream(url, body, parser, on_delta)
+            with self.server.sampling():
+                if on_delta is None:
+                    response = await self._client.post(url, json=body)
+                    _check(response.status_code, response.text)
+                    parser.add(response.json())
+                else:
+                    await self._stream(url, body, parser, on_delta)
         except httpx.TransportError as error:
             raise await self.server.connection_lost(start) from error
+        except _Failed as error:
+            raise await self.server.request_failed(start, f"vLLM failed: {error}"[:500]) from error
         return parser.result()
 
     async def _stream(self, url: str, body: dict[str, Any], parser: CompletionParser, on_delta: OnDelta) -> None:
@@ -123,13 +126,17 @@ class VllmSampler:
                     continue
                 chunk = json.loads(line.removeprefix("data: "))
                 if "error" in chunk:
-                    raise EngineError(f"vLLM failed: {chunk['error']}", "See vLLM's log.")
+                    raise _Failed(chunk["error"])
                 for delta in parser.add(chunk):
                     on_delta(delta)
+
+
+class _Failed(Exception):
+    """vLLM answered with an error."""
 
 
 def _check(status: int, text: str) -> None:
     if status == 404:  # the adapter was loaded into a vLLM that has ended since
         raise EngineDied("vLLM was restarted in the meantime.", "Submit the request again.", from_outside=True)
     if status != 200:
-        raise EngineError(f"vLLM responded with status {status}: {text[:500]}", "See vLLM's log.")
+        raise _Failed(f"status {status}: {text}")

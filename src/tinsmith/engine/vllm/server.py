@@ -21,9 +21,9 @@ from pathlib import Path
 import httpx
 
 from tinsmith.engine.base import ModelCard
-from tinsmith.engine.liveness import ProcessEnd, process_end
+from tinsmith.engine.liveness import ProcessEnd, followers_seconds, process_end
 from tinsmith.engine_options import VllmConfig
-from tinsmith.errors import ConfigError, EngineDied, EngineError, TinsmithError
+from tinsmith.errors import ConfigError, EngineDied, EngineError, TinsmithError, Unsupported
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,10 @@ EXIT_NOTICE_S = 1.0
 HEALTH_INTERVAL_S = 5.0
 HEALTH_TIMEOUT_S = 5.0
 """Time for an answer of /health."""
+STEP_TOKENS = 2048
+"""Fewest tokens in a step of vLLM on a CPU, which is its default."""
+BUSY_SHARE = 0.02
+"""Share of one core that vLLM's processes use on a CPU while they compute, on a crowded machine too."""
 START_TIMEOUT_S = 1800.0
 END_TIMEOUT_S = 4.0
 MAX_RETRY_DELAY_S = 30.0
@@ -66,15 +70,30 @@ def find_python(config: VllmConfig) -> Path:
     return python.absolute()  # not resolved: a venv's python is a link, and the venv is where the link is
 
 
+def check_model(card: ModelCard) -> None:
+    """Raises Unsupported for a mixture of experts on a CPU: vLLM (0.32) computes adapters beside experts with Triton
+    only, and its engine ends at the first sample."""
+    modules = card.adapted_modules.get("mlp", ())
+    if card.device == "cpu" and (card.router is not None or any(name.startswith("experts.") for name in modules)):
+        raise Unsupported(
+            f"vLLM on a CPU samples no adapters of a mixture of experts ({card.arch}).",
+            "Use the built-in sampler (sampler: torch), or a GPU.",
+        )
+
+
 def command_of(python: Path, config: VllmConfig, card: ModelCard, port: int) -> list[str]:
     """The command that starts vLLM. It loads the model from where the tokenizer is: folders hold both, and the hub's
     cache is shared."""
     head = ["--hf-overrides", '{"head_dtype": "float32"}'] if card.dtype == "bfloat16" else []
+    context = card.original_context or card.context_length
+    # vLLM (0.32) on a CPU ends at a sample with a seed whose prompt it computes in parts.
+    whole = ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, STEP_TOKENS))]
     slots = config.adapters + (card.device == "cpu")  # on a CPU one adapter stands for the base model
     return [
         *(str(python), str(GUARD), "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", card.tokenizer, "--served-model-name", BASE, "--host", "127.0.0.1", "--port", str(port)),
-        *("--dtype", card.dtype, "--max-model-len", str(card.original_context or card.context_length), *head),
+        *("--dtype", card.dtype, "--max-model-len", str(context), *head),
+        *(whole if card.device == "cpu" else ()),
         *("--generation-config", "vllm"),  # no sampling parameters out of the model's folder
         *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
         *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
@@ -100,6 +119,11 @@ def environment_of(config: VllmConfig, card: ModelCard, threads: int) -> dict[st
     return defaults | inherited | overrides
 
 
+def _metrics(text: str) -> list[str]:
+    """Lines of /metrics that only a step of vLLM's engine changes; none, if it keeps no statistics."""
+    return [line for line in text.splitlines() if line.startswith("vllm:")]
+
+
 @dataclass(eq=False, slots=True)
 class _Wait:
     """For how long vLLM owes an answer, in ticks of this process's own life."""
@@ -107,17 +131,6 @@ class _Wait:
     fault: str
     """Such as `/health has not answered`."""
     seconds: float = 0.0
-
-
-class _Metrics:
-    """What /metrics says of vLLM's engine; nothing, if it keeps no statistics."""
-
-    def __init__(self, text: str) -> None:
-        self.lines = [line for line in text.splitlines() if line.startswith("vllm:")]
-        self.running = any(
-            line.startswith("vllm:num_requests_running") and not line.endswith((" 0", " 0.0")) for line in self.lines
-        )
-        """Whether a request runs."""
 
 
 class VllmServer:
@@ -143,10 +156,12 @@ class VllmServer:
         self._child: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self._health = _Wait("/health has not answered with status 200")
-        self._progress = _Wait("requests run, and no metric of vLLM changes,")
+        self._progress = _Wait("requests run, and vLLM's engine makes no step,")
         self._calls = set[_Wait]()
+        self._requests = 0
+        """Samples that run now."""
         self._stall: ProcessEnd | None = None
-        """Why the watch has killed the current process."""
+        """Why the current process was killed."""
         self.url = ""
         self.starts = 0
         """Number of successful starts. Adapters loaded into an earlier process are not in the current one."""
@@ -157,7 +172,12 @@ class VllmServer:
         self._restarts = restarts
 
     async def start(self) -> None:
-        """Start vLLM and wait until it responds. Raises ConfigError if it is not installed, EngineError if it ends."""
+        """Start vLLM and wait until it responds.
+
+        Raises ConfigError if it is not installed, Unsupported for a model that it does not sample, EngineError if it
+        ends.
+        """
+        check_model(self._card)
         self._python = await asyncio.to_thread(find_python, self._config)
         await self._start(self._python)
         self._watch = asyncio.create_task(self._restart_on_exit(self._python))
@@ -173,7 +193,8 @@ class VllmServer:
         code = None
         if self._child is not None:
             with suppress(TimeoutError):
-                code = await asyncio.wait_for(self._child.wait(), EXIT_NOTICE_S)
+                async with asyncio.timeout(EXIT_NOTICE_S):
+                    code = await self._child.wait()
                 self.up.clear()
         end = self._stall or process_end(code, memory_ran_out=True)
         death = EngineDied(
@@ -183,6 +204,24 @@ class VllmServer:
         )
         death.life = start
         return death
+
+    async def request_failed(self, start: int, message: str) -> TinsmithError:
+        """Error for a request that the vLLM of that start answered with an error.
+
+        A vLLM whose engine has ended answers every request so, and /health too, until it exits: it is killed.
+        """
+        try:
+            async with httpx.AsyncClient(base_url=self.url, timeout=HEALTH_TIMEOUT_S, trust_env=False) as client:
+                is_dead = (await client.get("/health")).status_code != 200
+        except httpx.TransportError as error:
+            is_dead = not isinstance(error, httpx.TimeoutException)
+        if not is_dead:
+            return EngineError(message, "See vLLM's log.")
+        if self.starts == start and self._child is not None:
+            self._stall = ProcessEnd("its engine has ended", from_outside=False)
+            with suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+        return await self.connection_lost(start)
 
     @contextmanager
     def answered_in_time(self, call: str) -> Iterator[None]:
@@ -194,6 +233,18 @@ class VllmServer:
             yield
         finally:
             self._calls.discard(wait)
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """A sample runs inside the block: vLLM is killed if it makes no progress for `timeout_s`.
+
+        Counted here, since vLLM's own count stays at zero if its engine hangs before it has taken the first request.
+        """
+        self._requests += 1
+        try:
+            yield
+        finally:
+            self._requests -= 1
 
     async def close(self) -> None:
         """End vLLM and all processes that it started."""
@@ -277,7 +328,7 @@ class VllmServer:
         """
         tick_s = min(HEALTH_INTERVAL_S, self._timeout_s / 8)
         self._health.seconds = self._progress.seconds = 0.0
-        checks = asyncio.create_task(self._check_health(tick_s))
+        checks = asyncio.create_task(self._check_health(child, tick_s))
         longest = self._health
         try:
             while longest.seconds < self._timeout_s:
@@ -293,20 +344,24 @@ class VllmServer:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
 
-    async def _check_health(self, interval_s: float) -> None:
+    async def _check_health(self, child: asyncio.subprocess.Process, interval_s: float) -> None:
         """Forever: note each answer of /health that is not an error, and each sign of progress.
 
-        /health of a vLLM whose GPU hangs answers 200, but then its metrics stand still.
+        /health of a vLLM whose GPU hangs answers 200, but then its metrics stand still. On a CPU a single step may take
+        longer than the limit; its processes, which wait without spinning, are then busy.
         """
-        metrics = _Metrics("")
+        metrics: list[str] = []
+        busy_s = 0.0
         async with httpx.AsyncClient(base_url=self.url, timeout=HEALTH_TIMEOUT_S, trust_env=False) as client:
             while True:
                 with suppress(httpx.HTTPError):
                     if (await client.get("/health")).status_code == 200:
                         self.answers += 1
                         self._health.seconds = 0.0
-                    before, metrics = metrics, _Metrics((await client.get("/metrics")).text)
-                    if not metrics.running or metrics.lines != before.lines:
+                    before, metrics = metrics, _metrics((await client.get("/metrics")).text)
+                    spent_s, busy_s = busy_s, followers_seconds(child.pid) if self._card.device == "cpu" else 0.0
+                    is_busy = busy_s - spent_s > BUSY_SHARE * interval_s
+                    if not self._requests or not metrics or metrics != before or is_busy:
                         self._progress.seconds = 0.0
                 await asyncio.sleep(interval_s)
 
@@ -319,7 +374,8 @@ class VllmServer:
             if child.returncode is None:
                 child.terminate()
         with suppress(TimeoutError):
-            await asyncio.wait_for(child.wait(), END_TIMEOUT_S)
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await child.wait()
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         await child.wait()
