@@ -34,9 +34,9 @@ def target_modules(lora: LoraSpec) -> list[str]:
     return list(chosen)
 
 
-def plain_model(base: Path, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
-    """The base model as transformers loads it."""
-    return AutoModelForCausalLM.from_pretrained(base, dtype=dtype, attn_implementation="eager").eval()
+def plain_model(base: Path, dtype: torch.dtype = torch.float64, **options: Any) -> torch.nn.Module:
+    """The base model as transformers loads it; `options` are those of `from_pretrained`."""
+    return AutoModelForCausalLM.from_pretrained(base, dtype=dtype, attn_implementation="eager", **options).eval()
 
 
 def write_adapter(base: Path, folder: Path, lora: LoraSpec, *, size: float = 0.05) -> Path:
@@ -55,9 +55,9 @@ def write_adapter(base: Path, folder: Path, lora: LoraSpec, *, size: float = 0.0
 class Reference:
     """One adapter on one base model, trained directly by the definitions."""
 
-    def __init__(self, base: Path, adapter: Path, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, base: Path, adapter: Path, dtype: torch.dtype = torch.float64, **options: Any) -> None:
         with tied_embeddings_are_meant():
-            self.model = PeftModel.from_pretrained(plain_model(base, dtype), adapter, is_trainable=True)
+            self.model = PeftModel.from_pretrained(plain_model(base, dtype, **options), adapter, is_trainable=True)
         self.parameters = _trainable(self.model)
         self.optimizer: torch.optim.AdamW | None = None
 

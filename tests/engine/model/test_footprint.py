@@ -91,7 +91,7 @@ def test_refusal_names_what_takes_less() -> None:
     config = LlamaConfig(num_hidden_layers=2)
     with pytest.raises(ConfigError) as refusal:
         footprint.check("some/model", config, torch.float32, CPU, four_bit=False, free=0)
-    assert refusal.value.hint.startswith("Use dtype=bfloat16 (2.4 GB), quantize=4bit on a GPU (1.3 GB), a smaller")
+    assert refusal.value.hint.startswith("Use dtype=bfloat16 (2.4 GB), dtype=bfloat16 and quantize=4bit (1.8 GB), a")
 
 
 def test_fused_experts_gain_nothing_from_4bit() -> None:

@@ -1,4 +1,4 @@
-"""Quantized base models: MXFP4 by its formula, FP8 blocks, refusals by name, and 4-bit weights where the library is."""
+"""Quantized base models: MXFP4 by its formula, FP8 blocks, refusals by name."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from tests.architectures import save_tiny
-from tests.engine.data import pass_for
-from tinsmith.engine.base import AdamParams, LoraSpec
-from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.lora.quantized_linear import QuantizedLinear, frozen_linear
-from tinsmith.engine.model import loading, quantization
-from tinsmith.engine.torch_engine import TorchEngine
+from tinsmith.engine.model import quantization
 from tinsmith.errors import ConfigError, Unsupported
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -88,12 +83,6 @@ def test_other_quantized_checkpoints_are_refused_by_name(method: str) -> None:
         quantization.load_options("some/model", config, "none", CPU, BF16)
 
 
-def test_4bit_is_refused_on_a_cpu(tiny: Callable[[str], Path]) -> None:
-    config = EngineConfig(source=str(tiny("llama")), device="cpu", quantize="4bit")
-    with pytest.raises(ConfigError, match="4-bit weights on a CPU"):
-        loading.load(config)
-
-
 def test_4bit_is_refused_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantization, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="bitsandbytes is not installed"):
@@ -104,50 +93,3 @@ def test_a_quantized_checkpoint_is_not_quantized_again() -> None:
     config = LlamaConfig(quantization_config={"quant_method": "fp8"})
     with pytest.raises(ConfigError, match="not quantized again"):
         quantization.load_options("some/model", config, "4bit", torch.device("cuda"), BF16)
-
-
-def test_quantized_linear_is_its_dequantized_matrix() -> None:
-    library = pytest.importorskip("bitsandbytes")
-    torch.manual_seed(0)
-    module = library.nn.Linear4bit(128, 64, bias=True, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
-    frozen, inputs, grads = frozen_linear(module), torch.randn(5, 128), torch.randn(5, 64)
-    assert isinstance(frozen, QuantizedLinear)
-    assert frozen.shape == (64, 128)
-    wide = library.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
-    torch.testing.assert_close(frozen(inputs), inputs @ wide.T + module.bias)
-    torch.testing.assert_close(frozen.backward(grads), grads @ wide)
-    torch.testing.assert_close(frozen.backward(grads, onto=torch.ones(5, 128)), 1 + grads @ wide)
-
-
-def test_4bit_engine_equals_one_on_the_dequantized_model(
-    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: Callable[..., Any]
-) -> None:
-    """On a CPU, which a user may not choose: the library computes there, slowly."""
-    library = pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr(quantization, "_require_4bit", lambda *_: None)
-    monkeypatch.setattr(library.nn.modules, "has_avx512bf16", lambda: False)  # its forward would repack the weights
-    config = EngineConfig(source=str(tiny("llama")), dtype="float32", device="cpu", quantize="4bit", threads=1)
-    base = loading.load(config)
-    plain = AutoModelForCausalLM.from_pretrained(tiny("llama"), dtype=torch.float32)
-    changed = 0
-    for name, module in base.model.named_modules():
-        if isinstance(module, library.nn.Linear4bit):
-            wide = library.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
-            changed += 1
-            plain.get_submodule(name).weight.data = wide
-    assert changed == 3 * 7
-    plain.config.torch_dtype = None
-    plain.save_pretrained(tmp_path)
-    base.tokenizer.save_pretrained(tmp_path)
-    outcomes = []
-    for engine in (
-        TorchEngine(config, base),
-        TorchEngine(config.model_copy(update={"source": str(tmp_path), "quantize": "none"})),
-    ):
-        wait(engine.create("model", LoraSpec(rank=4, seed=1)))
-        wait(engine.run([pass_for("cross_entropy", "model", seed=1)]))
-        wait(engine.step("model", AdamParams(learning_rate=0.01)))
-        [result] = wait(engine.run([pass_for("cross_entropy", "model", seed=2)]))
-        outcomes.append(result)
-    for left, right in zip(outcomes[0].logprobs, outcomes[1].logprobs, strict=True):
-        torch.testing.assert_close(torch.as_tensor(left), torch.as_tensor(right), atol=1e-4, rtol=1e-4)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.model import loading, sources
 from tinsmith.errors import ConfigError
+
+NOT_FOUND = httpx.Response(404, request=httpx.Request("GET", "http://hub/api/models/no/such"))
 
 
 @pytest.fixture
@@ -69,3 +76,48 @@ def test_each_gguf_file_is_converted_once(tiny_llama: Path, tmp_path: Path, monk
     os.utime(files[0], (1, 1))
     assert sources.locate(str(files[0])).folder not in folders
     assert sorted(path.name for path in (tmp_path / "cache").iterdir() if not path.name.startswith("model-")) == []
+
+
+def test_processes_that_start_together_convert_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if each of the processes of a base model converts the file."""
+    made: list[Path] = []
+
+    def convert(gguf: Path, folder: Path) -> Path:
+        made.append(gguf)
+        time.sleep(0.3)
+        folder.mkdir()
+        return folder
+
+    monkeypatch.setattr(sources, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(sources, "_write_converted", convert)
+    with ThreadPoolExecutor() as pool:
+        folders = [*pool.map(lambda _: sources._convert_gguf(Path("model.gguf"), "model"), range(4))]
+    assert folders == [tmp_path / "model"] * 4
+    assert len(made) == 1
+
+
+def test_process_does_not_wait_for_ever_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "WAIT_S", 0.2)
+    with sources._first(tmp_path / "model"), sources._first(tmp_path / "model"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (HFValidationError("Repo id must use alphanumeric chars"), "'no/such' is neither a folder nor a hub id."),
+        (RepositoryNotFoundError("404", response=NOT_FOUND), "The hub has no model 'no/such', or does not let you"),
+        (LocalEntryNotFoundError("a paragraph"), "cannot be downloaded from the hub: OSError: no network Check"),
+    ],
+)
+def test_failed_downloads_say_what_is_wrong(monkeypatch: pytest.MonkeyPatch, failure: Exception, message: str) -> None:
+    def snapshot_download(_source: str, *, local_files_only: bool = False, **_options: object) -> str:
+        if local_files_only and not isinstance(failure, HFValidationError):
+            raise LocalEntryNotFoundError("not here")
+        raise failure from OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ConfigError) as error:
+        sources.locate("no/such")
+    assert message in str(error.value)
+    assert "paragraph" not in str(error.value)

@@ -131,14 +131,17 @@ def unreached(model: PreTrainedModel) -> list[str]:
 
 
 def expert_target(name: str, module: Any) -> ExpertTarget:
-    """The target that a layer's experts are."""
+    """The target for the experts of a layer."""
     up = module.gate_up_proj if module.has_gate else module.up_proj
     count, outputs, inputs = up.shape if not module.is_transposed else (up.shape[0], up.shape[2], up.shape[1])
     return ExpertTarget(name, count, inputs, outputs // 2 if module.has_gate else outputs, bool(module.has_gate))
 
 
 def _linear_target(name: str, part: Part, module: nn.Linear | Conv1D, parent: nn.Module) -> LinearTarget:
-    rows, columns = module.weight.shape if isinstance(module, nn.Linear) else reversed(module.weight.shape)
+    # A 4-bit weight has the shape of its bytes, so that the module's numbers count.
+    rows, columns = (
+        (module.out_features, module.in_features) if isinstance(module, nn.Linear) else reversed(module.weight.shape)
+    )
     prefix, _, leaf = name.rpartition(".")
     slices = tuple(_slices(leaf, parent, rows))
     named = tuple(RowSlice(f"{prefix}.{rows.name}", rows.start, rows.stop, rows.blocks) for rows in slices)

@@ -57,7 +57,7 @@ class FlexAttention:
     save_kv: bool = False
     saved_kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     masks: dict[int | None, BlockMask] = field(default_factory=dict)
-    """By window."""
+    """Masks by window."""
     cached_queries: int = 0
 
     def attend(
@@ -96,8 +96,8 @@ def packed_attention(tree: PackedTree, device: torch.device, save_kv: bool = Fal
 
 
 def block_mask(tree: PackedTree, device: torch.device, window: int | None = None) -> BlockMask:
-    """The tree's mask, with its full and partial blocks; with a window, keys less deep than the query by it or more
-    are left out."""
+    """The tree's mask, with its full and partial blocks. With a window, a query sees the keys that are fewer than
+    `window` positions before it on its path."""
     until = visible_until(tree)
     partial, full = _blocks(until)
     until_on_device = torch.as_tensor(until, dtype=torch.int32, device=device)

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, PreTrainedConfig
 
 from tinsmith.engine.images import tower
+from tinsmith.engine.model import quantization
 from tinsmith.engine.model.memory import free_bytes
 from tinsmith.errors import ConfigError
 
@@ -93,13 +94,15 @@ def _advice(
     config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, needed: int, *, with_tower: bool
 ) -> str:
     """What would take clearly less memory, with figures."""
-    gpu, narrow = torch.device("cuda"), torch.bfloat16
+    narrow = torch.bfloat16
     is_wide = dtype == torch.float32
     sizes = {
         "dtype=bfloat16": footprint(config, narrow, device, four_bit=False, with_tower=with_tower).peak
         if is_wide
         else needed,
-        "quantize=4bit on a GPU": footprint(config, narrow, gpu, four_bit=True).peak,
+        f"{'dtype=bfloat16 and ' if is_wide else ''}quantize=4bit": needed
+        if quantization.checkpoint_form(config)
+        else footprint(config, narrow, device, four_bit=True).peak,
     }
     ways = [f"{way} ({size / GB:.1f} GB)" for way, size in sizes.items() if size < 0.9 * needed]
     return f"Use {', '.join([*ways, 'a smaller model'])}, or check_memory=false to load it anyway."

@@ -80,6 +80,7 @@ def read(config: EngineConfig) -> LoadedModel:
     with load_errors(config.source), _one_tensor_at_a_time(scarce):
         auto = AutoModelForImageTextToText if processor is not None else tower.auto_class(settings)
         model = auto.from_pretrained(located.folder, dtype=dtype, attn_implementation="eager", **options)
+        quantization.keep_blocks(model)
         vision = None
         if auto is AutoModelForImageTextToText:
             model, vision = tower.detach(model, processor)

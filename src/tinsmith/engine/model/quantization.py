@@ -2,8 +2,8 @@
 
 Checkpoints in MXFP4 (gpt-oss) and in blocks of FP8 (DeepSeek) are converted to the serving dtype while they are read,
 tensor by tensor; MXFP4 has no value that bfloat16 lacks, so that conversion is exact. Other quantized checkpoints are
-refused by name. 4-bit weights are bitsandbytes' NF4, on a GPU: the projections become its Linear4bit, while embeddings,
-the output head and experts that are fused into one parameter stay in the serving dtype. Adapters are not quantized.
+refused by name. 4-bit weights are bitsandbytes' NF4: the projections become its Linear4bit, while embeddings, the
+output head and experts that are fused into one parameter stay in the serving dtype. Adapters are not quantized.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 from transformers.utils.quantization_config import BitsAndBytesConfig, FineGrainedFP8Config, Mxfp4Config
 
 from tinsmith.engine_options import Quantize
 from tinsmith.errors import ConfigError, Unsupported
+
+_REORDERS = "support_avx512bf16_for_cpu"
+"""The attribute of bitsandbytes' Linear4bit that makes it reorder its blocks."""
 
 
 def load_options(
@@ -43,13 +47,24 @@ def load_options(
         )
     if setting == "none":
         return {}
-    _require_4bit(source, device)
-    return {"quantization_config": four_bit_config(dtype)}
+    _require_bitsandbytes(source)
+    # Without a device, transformers would put 4-bit weights on a GPU wherever there is one.
+    return {"quantization_config": four_bit_config(dtype), "device_map": {"": device}}
 
 
 def four_bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:
     """NF4 weights whose products are computed in `dtype`."""
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+
+
+def keep_blocks(model: nn.Module) -> None:
+    """Have 4-bit modules keep their blocks as `lora.quantized_linear` reads them.
+
+    On CPUs with AVX-512, bitsandbytes would reorder them at the first product and round their scales to bfloat16.
+    """
+    for module in model.modules():
+        if _REORDERS in vars(module):
+            setattr(module, _REORDERS, False)
 
 
 def checkpoint_form(config: PreTrainedConfig) -> str:
@@ -61,12 +76,7 @@ def checkpoint_form(config: PreTrainedConfig) -> str:
     return ""
 
 
-def _require_4bit(source: str, device: torch.device) -> None:
-    if device.type != "cuda":
-        raise ConfigError(
-            f"{source} cannot have 4-bit weights on a {device.type.upper()}: quantize=4bit needs a GPU.",
-            "Remove quantize=4bit, or serve it on a GPU.",
-        )
+def _require_bitsandbytes(source: str) -> None:
     if find_spec("bitsandbytes") is None:
         raise ConfigError(
             f"{source} cannot have 4-bit weights: bitsandbytes is not installed.",

