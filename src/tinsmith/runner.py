@@ -6,6 +6,7 @@ A run uses the server that it names (`model.base_url` or TINKER_BASE_URL), or st
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import time
@@ -23,6 +24,7 @@ from tinsmith.rl import train as training
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.guards import event_loop
+from tinsmith.rl.policy.sdk import capabilities
 from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.rl.run import Connect, Run, folder_path, with_fresh_folder
@@ -32,6 +34,7 @@ from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import END_S, embedded
 from tinsmith.service.storage.folder_lock import is_locked
 from tinsmith.settings import changed_keys
+from tinsmith.terminal import new_console
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +133,7 @@ def run_to_end(config: RunConfig, console: Console, stop: StopSignal) -> tuple[R
 
 def _console() -> Console:
     """A console that stays silent unless it writes to a terminal."""
-    return Console(quiet=not sys.stdout.isatty())
+    return new_console(quiet=not sys.stdout.isatty())
 
 
 def connecting_to(
@@ -180,6 +183,25 @@ def server(settings: RunConfig) -> Iterator[tuple[str, str]]:
         time.sleep(0.1)  # the service of a run that was killed has noticed it, and is ending
     with embedded(service) as (url, key):
         yield url, key
+
+
+def takes_images(settings: RunConfig) -> bool | None:
+    """Whether the run's model takes images: by its server, or else by the folder of its files; None if neither says it.
+
+    Starts no server.
+    """
+    base_url = settings.model.base_url or os.environ.get("TINKER_BASE_URL", "")
+    if base_url:
+        try:
+            address = base_url, api_key(base_url, settings.model.api_key_env)
+        except ConfigError:
+            return None
+        return asyncio.run(capabilities(*address)).images.get(settings.model.name)
+    folder = Path(settings.service.source or settings.model.name).expanduser()
+    try:
+        return "vision_config" in json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def own_service(settings: RunConfig) -> ServeConfig:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,7 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 def test_run_needs_only_a_run_file(work, complete_run):
     assert complete_run.returncode == 0, complete_run.stderr
     assert f"small is finished: {STEPS} steps" in complete_run.stdout
+    assert re.search(r"serve with  tinsmith serve --data \S+ --model \S+ engine=fake\n", complete_run.stdout)
     assert "held out before training" in complete_run.stdout
     folder = work / "runs" / "small"
     assert {"run.yaml", "state.json", "metrics.jsonl", "report.html", "rollouts", "service"} <= {
@@ -314,7 +317,13 @@ def error_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
         (("keys", "list", "--database", "mysql://x"), "give postgresql+psycopg://"),
         (("serve", "--prt", "3"), "Did you mean --port?"),
         (("rn",), 'error: Unknown command "rn". Did you mean "run"?'),
+        (("models", "pul", "x"), "tinsmith models does not take 'pul'. Did you mean 'pull'? Its commands: pull, load"),
+        (("log", "a", "b"), "tinsmith log does not take 'b'. tinsmith log --help"),
         (("log", "-l", "loud"), 'Choose from: "DEBUG", "INFO", "WARNING", "ERROR". --help'),
+        (
+            ("check", "small.yaml", "rewards.9.type=closeness"),
+            "'rewards.9.type=closeness' is beyond the end of its list",
+        ),
         (("demo", "stepz=3"), "Did you mean 'steps'?"),
     ],
 )
@@ -342,3 +351,15 @@ def test_failed_service_start_prints_the_reason(work):
     assert "error: The service did not start: " in done.stderr
     assert "Its log is runs/no/service/serve.log." in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_limits_of_tenants_without_a_key_are_noted(tmp_path, capsys, monkeypatch):
+    """A misspelt tenant would have quotas that nobody notices."""
+    for words in (("create", "alice"), ("limit", "alice", "--models", "4"), ("limit", "alcie", "--models", "4")):
+        monkeypatch.setattr(sys, "argv", ["tinsmith", "keys", *words, "--data", str(tmp_path)])
+        with suppress(SystemExit):
+            main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("No key")] == [
+        "No key belongs to alcie yet: tinsmith keys list shows the tenants."
+    ]

@@ -6,13 +6,16 @@ import os
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.service.support.process import child, free_port
+from tinsmith.cli import catalog, machine
 from tinsmith.cli.catalog import _details, cached, served
 from tinsmith.cli.doctor import Finding, run_checks
+from tinsmith.cli.doctor_cluster import run_cluster_checks
 from tinsmith.errors import ConfigError
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
@@ -69,6 +72,12 @@ def test_findings_name_the_fix(tmp_path: Path) -> None:
     assert "secret" not in str(results)
 
 
+def test_model_folder_that_does_not_exist_is_a_failure(tmp_path: Path) -> None:
+    finding = findings(config(tmp_path, engine="torch", models=("judge=/no/such",)))["models"]
+    assert (finding.level, finding.message) == ("fail", "There is no folder /no/such.")
+    assert "hub id" in finding.fix
+
+
 def test_running_server_is_recognized(tmp_path: Path) -> None:
     settings = config(tmp_path)
     with child(settings) as running:
@@ -86,9 +95,10 @@ def test_running_server_is_recognized(tmp_path: Path) -> None:
 
 
 def test_exit_status_reflects_failures(tmp_path: Path) -> None:
-    done = tinsmith("doctor", "--data", str(tmp_path), "--port", str(free_port()), "engine=fake")
+    done = tinsmith("doctor", "--data", str(tmp_path), "--port", str(free_port()), "--model", "toy", "engine=fake")
     assert (done.returncode, done.stderr) == (0, "")
     assert "ok    database" in done.stdout
+    assert "ok    models      toy, without weights" in done.stdout
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = tinsmith("doctor", "--data", str(tmp_path), "--port", str(taken.getsockname()[1]), "engine=fake")
     assert done.returncode == 1
@@ -115,6 +125,22 @@ def test_models_say_that_they_take_images() -> None:
     assert _details(model | {"images": False}) == "qwen3_vl, fast path, float32 on cpu"
 
 
+def test_model_that_failed_to_load_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = [
+        {"name": "toy", "source": "toy", "state": "up", "error": "", "model": None},
+        {"name": "judge", "source": "/no", "state": "failed", "error": "There is no folder /no.", "model": None},
+    ]
+    capabilities = {"supported_models": [{"model_name": "toy", "max_context_length": 512}]}
+    answers = {"admin/base_models": {"base_models": models}, "get_server_capabilities": capabilities}
+    monkeypatch.setattr(catalog, "_call", lambda method, url, key, path: answers[path])
+    machine.show()
+    shown = capsys.readouterr().out
+    assert "served  toy  context 512\n" in shown
+    assert "failed  judge  There is no folder /no.\n" in shown
+
+
 def test_models_are_loaded_into_a_running_server(tmp_path: Path) -> None:
     with embedded(ServeConfig(models=("toy",), engine="fake", data=tmp_path)) as (url, key):
         server = ["--url", url, "--key", key]
@@ -128,3 +154,12 @@ def test_models_are_loaded_into_a_running_server(tmp_path: Path) -> None:
         assert tinsmith("models", "unload", "judge", *server).returncode == 0
         assert "judge" not in tinsmith("models", *server).stdout
         assert "not served here" in tinsmith("models", "unload", "judge", *server).stderr
+
+
+def test_cluster_without_ray_is_a_finding() -> None:
+    """Fails if `doctor --cluster` imports Ray before it is known to be installed."""
+    if find_spec("ray") is not None:
+        pytest.skip("Ray is installed")
+    (finding,) = run_cluster_checks(ServeConfig.model_validate({"cluster": {"address": "auto"}}))
+    assert finding.level == "fail"
+    assert "tinsmith[cluster]" in finding.fix

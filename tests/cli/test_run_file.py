@@ -41,7 +41,7 @@ STAGES = [{"name": "one", "steps": 2}, {"name": "two", "algorithm": {"type": "rl
         (SMALL, ("epochs=2", "mode=train", *FILE_BUFFER), "is valid: mode train, grpo on tiny, 2 epochs"),
         (SMALL, ("mode=bench",), "is valid: comparison of checkpoints on tiny"),
         (TRINITY, (), "a file of Trinity-RFT, is valid: comparison of checkpoints on tiny"),
-        ({**SMALL, "stages": STAGES}, (), "is valid: 2 stages on tiny: one (grpo, 2 steps), two (rloo, 1 epochs)"),
+        ({**SMALL, "stages": STAGES}, (), "is valid: 2 stages on tiny: one (grpo, 2 steps), two (rloo, 1 epoch)"),
     ],
     ids=["steps", "epochs", "explore", "train", "bench", "bench of Trinity", "stages"],
 )

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from tinsmith.cli.run_file import (
     Config,
@@ -24,6 +24,8 @@ from tinsmith.cli.run_file import (
 )
 from tinsmith.cli.runner import StoppedEarly
 from tinsmith.errors import ConfigError, TinsmithError, UserError
+from tinsmith.settings import did_you_mean
+from tinsmith.terminal import new_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,13 +79,11 @@ def run(
 
     Without either URL, a service runs on this machine for the duration of the run.
     """
-    from rich.console import Console
-
     from tinsmith.cli.runner import sample, train
     from tinsmith.dialects import read_run
 
     file, overrides = file_and_overrides("run", words, config)
-    console = Console()
+    console = new_console()
     run_file = read_run(file, with_time_limit(with_plugins(overrides, plugin_dir), time_limit))
     print_notes(run_file, console)
     if run_file.settings.mode in ("explore", "bench"):
@@ -101,14 +101,12 @@ def debug(*words: FileAndOverrides, config: Config = None, plugin_dir: PluginDir
     import asyncio
     from tempfile import TemporaryDirectory
 
-    from rich.console import Console
-
     from tinsmith.dialects import read_run
     from tinsmith.rl import debug as single_task
     from tinsmith.runner import connecting_to
 
     file, overrides = file_and_overrides("debug", words, config)
-    console = Console()
+    console = new_console()
     run_file = read_run(file, with_plugins(overrides, plugin_dir))
     print_notes(run_file, console)
     with TemporaryDirectory() as folder, ExitStack() as stack:
@@ -136,13 +134,11 @@ def demo(
     out
         Folder of the run. Default: a new one under runs/.
     """
-    from rich.console import Console
-
     from tinsmith.cli.runner import train
     from tinsmith.rl import demo as addition
     from tinsmith.rl.run import folder_path
 
-    console = Console()
+    console = new_console()
     settings = addition.settings(quick=quick, seed=seed, out=out, overrides=overrides)
     addition.introduce(settings, console)
     settings, state = train(settings, console, always_new_folder=out is None)
@@ -155,13 +151,11 @@ def main() -> None:
     by a time limit or SIGTERM, 130 ended at once by Ctrl-C."""
     words = [word for word in sys.argv[1:] if word != "--debug"]
     debug = len(words) < len(sys.argv) - 1
-    from rich.console import Console
-
-    console = Console(stderr=True, soft_wrap=True)
+    console = new_console(stderr=True, soft_wrap=True)
     try:
         app(words, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        _print_error(ConfigError(str(error), "--help lists the options."), console)
+        _print_error(_usage_error(error), console)
         sys.exit(2)
     except TinsmithError as error:
         if debug:
@@ -174,6 +168,16 @@ def main() -> None:
     except KeyboardInterrupt as interrupt:
         console.print("; ".join(["interrupted", *map(_plain, map(str, interrupt.args))]), highlight=False)
         sys.exit(130)
+
+
+def _usage_error(error: CycloptsError) -> ConfigError:
+    if not isinstance(error, UnusedCliTokensError):
+        return ConfigError(str(error), "--help lists the options.")
+    command, word = " ".join(("tinsmith", *(error.command_chain or ()))), (error.unused_tokens or [""])[0]
+    names = [name for name in error.app or () if not name.startswith("-")]
+    message = f"{command} does not take {word!r}. {did_you_mean(word, names)}".strip()
+    commands = f"Its commands: {', '.join(names)}. " if names else ""
+    return ConfigError(message, f"{commands}{command} --help says what it takes.")
 
 
 def _print_error(error: TinsmithError, console: Console) -> None:
@@ -193,7 +197,8 @@ def _print_results(settings: RunConfig, state: State, console: Console) -> None:
     places: list[tuple[str, Any]] = [("report", folder / "report.html"), ("metrics", folder / "metrics.jsonl")]
     places += [("weights", state.sampling_path), ("resume from", state.path)]
     if service.data.is_dir():
-        places.append(("serve with", f"tinsmith serve --data {service.data} --model {service.models[0]}"))
+        dry_run = " engine=fake" if service.engine == "fake" else ""
+        places.append(("serve with", f"tinsmith serve --data {service.data} --model {service.models[0]}{dry_run}"))
     for name, place in places:
         console.print(f"[dim]{name:>11}[/]  {_plain(str(place))}", highlight=False, soft_wrap=True)
 

@@ -12,6 +12,7 @@ from cyclopts import App, Parameter
 
 from tinsmith.cli.machine import Server, server_address
 from tinsmith.errors import ConfigError
+from tinsmith.terminal import new_console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -104,7 +105,7 @@ def status(*, as_json: AsJson = False, server: Server | None = None) -> None:
             each["name"],
             "up" if each["is_up"] else "down",
             f"{each['machine']} ({each['host']})",
-            f"GPU {','.join(each['gpus'])}" if each["gpus"] else "CPU or default GPU",
+            _device(each),
             each["pid"],
             each["generation"],
             *("" if each[name] is None else each[name] for name in ("running", "cache_tokens", "versions")),
@@ -112,7 +113,19 @@ def status(*, as_json: AsJson = False, server: Server | None = None) -> None:
         for model in answer["base_models"]
         for each in model["processes"]
     ]
+    rows += [
+        (model["base_model"], "", model["state"], *[""] * (len(columns) - 3))
+        for model in answer["base_models"]
+        if not model["processes"]
+    ]
     _print(answer, columns, rows, as_json)
+
+
+def _device(process: dict[str, Any]) -> str:
+    """Where a process computes; the only process of a base model takes the default GPU, if there is one."""
+    if process["gpus"]:
+        return f"GPU {','.join(process['gpus'])}"
+    return "CPU or default GPU" if process["name"] == "engine" else "CPU"
 
 
 @app.command
@@ -193,12 +206,11 @@ def _print(answer: Any, columns: Sequence[str], rows: Sequence[Sequence[Any]], a
     if as_json:
         sys.stdout.write(json.dumps(answer, indent=1) + "\n")
         return
-    from rich.console import Console
     from rich.measure import Measurement
 
-    console, table = Console(), _table(columns, rows)
+    console, table = new_console(), _table(columns, rows)
     needed = Measurement.get(console, console.options.update(width=MAX_WIDTH), table).maximum
-    Console(width=max(console.width, needed)).print(table if rows else "[dim]none[/]")
+    new_console(width=max(console.width, needed)).print(table if rows else "[dim]none[/]")
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinsmith.cli.keys import ServiceLocation
+from tinsmith.terminal import new_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +35,7 @@ def backup(destination: Path, /, *, where: ServiceLocation | None = None) -> Non
     os.umask(0o077)  # a backup holds keys
     settings = _settings(where)
     made = back_up(settings.data, settings.database, destination)
-    console, files = _console(), len(made.manifest.files)
+    console, files = new_console(soft_wrap=True), len(made.manifest.files)
     unchanged = f", {made.reused} unchanged" if made.reused else ""
     console.print(
         f"{destination}: {files} files{unchanged}, {made.size_bytes / 1e6:.1f} MB, as of {made.manifest.created}",
@@ -62,7 +63,7 @@ def restore(source: Path, /, *, data: Path, database: str | None = None) -> None
 
     os.umask(0o077)
     manifest = restore_backup(source, data, database)
-    _console().print(
+    new_console(soft_wrap=True).print(
         f"{data}: {len(manifest.files)} files as of {manifest.created}; start it with tinsmith serve --data {data}",
         highlight=False,
         markup=False,
@@ -83,7 +84,7 @@ def verify(folder: Path, /, *, database: str | None = None) -> None:
     """
     from tinsmith.service.backup.verify import verify as checks_of
 
-    console, failed = _console(), False
+    console, failed = new_console(soft_wrap=True), False
     for check in checks_of(folder, database):
         _print_check(console, check)
         failed |= bool(check.faults) and not check.is_harmless
@@ -109,9 +110,3 @@ def _settings(where: ServiceLocation | None) -> ServeConfig:
 
     where = where or ServiceLocation()
     return read_service_settings(where.config, (), {"data": where.data, "database": where.database})
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(soft_wrap=True)

@@ -36,6 +36,16 @@ class Served:
     """Architecture, path, dtype, memory, and what adapters reach, in lines; empty without an admin key."""
 
 
+@dataclass(frozen=True, slots=True)
+class NotServed:
+    """A model that a server is loading, or could not load."""
+
+    name: str
+    state: str
+    error: str
+    """Why it was not loaded; empty while it loads."""
+
+
 def cached() -> list[Cached]:
     """Models in the cache of the Hugging Face hub and in Tinsmith's, sorted by name."""
     from huggingface_hub import scan_cache_dir
@@ -67,6 +77,16 @@ def served(url: str, key: str) -> list[Served]:
         details = {}
     names = ((model["model_name"], model["max_context_length"]) for model in models)
     return [Served(name, context, details.get(name, "")) for name, context in names]
+
+
+def not_served(url: str, key: str) -> list[NotServed]:
+    """Models that the server loads at the moment or failed to load; none without an admin key."""
+    try:
+        models = _base_models(url, key)
+    except ConfigError:
+        return []
+    absent = (model for model in models if model["state"] in ("loading", "failed"))
+    return [NotServed(model["name"], model["state"], model["error"] or "") for model in absent]
 
 
 def _details(model: dict[str, Any] | None) -> str:

@@ -162,13 +162,18 @@ def _port(config: ServeConfig) -> Finding:
 
 def _models(config: ServeConfig) -> Finding:
     from tinsmith.cli.catalog import cached
+    from tinsmith.engine.model.sources import check_path
 
+    if config.engine == "fake":
+        return Finding("ok", "models", f"{', '.join(config.sources())}, without weights")
+    for source in config.sources():
+        check_path(source)
     names = {model.name for model in cached()}
     missing = [source for source in config.sources() if source not in names and not Path(source).expanduser().exists()]
-    if missing and config.engine == "torch":
+    if missing:
         fix = f"tinsmith models pull {missing[0]}"
         return Finding("warn", "models", f"not on this machine yet: {', '.join(missing)}", fix)
-    return Finding("ok", "models", f"{', '.join(config.sources())}")
+    return Finding("ok", "models", ", ".join(config.sources()))
 
 
 def _sampler(config: ServeConfig) -> Finding:

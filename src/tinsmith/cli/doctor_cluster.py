@@ -1,15 +1,13 @@
-"""The checks of `tinsmith doctor --cluster`: machines, versions, shared folder and network of a Ray cluster."""
+"""The checks of `tinsmith doctor --cluster`: machines, versions, object store, folder and network of a Ray cluster."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from itertools import pairwise
-from pathlib import Path
 
 from tinsmith.cli.doctor import GIB, Finding
-from tinsmith.engine.cluster.config import ClusterConfig
-from tinsmith.engine.cluster.machines.plan import check_folder
+from tinsmith.engine.cluster.machines.plan import check_folder, check_store, without_sight
 from tinsmith.errors import TinsmithError
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.engines.clusters import connect_places
@@ -30,7 +28,7 @@ def run_cluster_checks(config: ServeConfig) -> list[Finding]:
 async def _collect(config: ServeConfig) -> list[Finding]:
     findings = []
     try:
-        async for finding in _checks(config.cluster, config.data):
+        async for finding in _checks(config):
             findings.append(finding)
     except TinsmithError as error:
         findings.append(Finding("fail", "cluster", error.message, error.hint))
@@ -43,10 +41,11 @@ async def _collect(config: ServeConfig) -> list[Finding]:
     return findings
 
 
-async def _checks(cluster: ClusterConfig, data: Path) -> AsyncIterator[Finding]:
+async def _checks(config: ServeConfig) -> AsyncIterator[Finding]:
+    cluster, data = config.cluster, config.data
+    places = await connect_places(cluster)  # which says what to do without Ray
     from tinsmith.engine.cluster.machines.ray_places import RayPlaces
 
-    places = await connect_places(cluster)
     assert isinstance(places, RayPlaces)
     yield Finding("ok", "cluster", f"{cluster.address}, with token authentication")
     try:
@@ -62,8 +61,14 @@ async def _checks(cluster: ClusterConfig, data: Path) -> AsyncIterator[Finding]:
         installed = ", ".join(f"{name} {version}" for name, version in seats[0].place.machine.versions.items())
         yield Finding("ok", "versions", f"the same on {len(seats)} machines: {installed}")
         data.mkdir(parents=True, exist_ok=True)
-        await check_folder(seats, data)
-        yield Finding("ok", "folder", f"all machines see {data}")
+        if config.store is None:
+            await check_folder(seats, data)
+        else:
+            await check_store(seats, config.store)
+            yield Finding("ok", "store", f"all machines write and read {config.store}")
+        blind = await without_sight(seats, data)
+        through = f"{blind} does not see {data}: adapters go through the store"
+        yield Finding("ok", "folder", through if blind else f"all machines see {data}")
         for first, second in pairwise(seats):
             rate = await first.bandwidth(second, SAMPLE_BYTES)
             text = f"{first.machine} to {second.machine}: {rate / 1e9:.1f} GB/s"

@@ -141,13 +141,21 @@ def limit(tenant: str, /, *, limits: QuotaChanges | None = None, where: ServiceL
     tenant
         As in `keys list`.
     """
-    from tinsmith.service.tenancy.keys import set_quotas
+    from tinsmith.service.tenancy.keys import read_keys, set_quotas
 
     changes = (limits or QuotaChanges()).parsed()
     if not changes:
         raise ConfigError("There is no quota to change.", "Example: tinsmith keys limit alice --models 4 --queued none")
-    quotas = _on_database(where, lambda engine: set_quotas(engine, tenant, changes))
+
+    async def work(engine: AsyncEngine) -> tuple[Quotas, bool]:
+        quotas = await set_quotas(engine, tenant, changes)
+        keys, _ = await read_keys(engine)
+        return quotas, any(key.owner == tenant for key in keys.values())
+
+    quotas, has_key = _on_database(where, work)
     _print(f"Quotas of {tenant}: {_quotas_text(quotas)}.")
+    if not has_key:
+        _print(f"No key belongs to {tenant} yet: tinsmith keys list shows the tenants.")
 
 
 def _on_database(where: ServiceLocation | None, work: Callable[[AsyncEngine], Awaitable[T]]) -> T:

@@ -12,6 +12,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from tinsmith.errors import ConfigError
+from tinsmith.terminal import new_console
 
 models = App(
     name="models",
@@ -37,10 +38,12 @@ def doctor(
         str, Parameter(help="Settings that override the file, such as engine=fake.", allow_leading_hyphen=False)
     ],
     config: Path | None = None,
+    model: Annotated[tuple[str, ...] | None, Parameter(negative="", consume_multiple=False)] = None,
     data: Path | None = None,
     port: int | None = None,
     database: str | None = None,
     cluster: str | None = None,
+    store: str | None = None,
 ) -> None:
     """Check this machine for everything the service needs. Each line is ok, warn or fail, with the fix.
 
@@ -50,6 +53,8 @@ def doctor(
     ----------
     config
         YAML or TOML file of the service's settings.
+    model
+        Base models to serve, each as NAME or NAME=SOURCE. May be given several times.
     data
         Data folder. Default: ~/.tinsmith.
     port
@@ -58,8 +63,9 @@ def doctor(
         Database URL. Default: SQLite in the data folder.
     cluster
         Check the machines of a Ray cluster too: HOST:PORT, or `auto` for the one of this machine.
+    store
+        URL of the object store that its machines use, such as s3://BUCKET/PREFIX.
     """
-    from rich.console import Console
     from rich.markup import escape
 
     from tinsmith.cli.doctor import run_checks
@@ -67,13 +73,14 @@ def doctor(
 
     if cluster is not None:
         overrides += (f"cluster.address={cluster}",)
-    settings = read_service_settings(config, overrides, {"data": data, "port": port, "database": database})
+    options = {"models": model, "data": data, "port": port, "database": database, "store": store}
+    settings = read_service_settings(config, overrides, options)
     findings = run_checks(settings)
     if settings.cluster.address is not None:
         from tinsmith.cli.doctor_cluster import run_cluster_checks
 
         findings = chain(findings, run_cluster_checks(settings))
-    console, failed = Console(soft_wrap=True), False
+    console, failed = new_console(soft_wrap=True), False
     for finding in findings:
         console.print(f"{_MARKS[finding.level]}  {finding.check:<10}  {escape(finding.message)}", highlight=False)
         if finding.fix:
@@ -85,12 +92,11 @@ def doctor(
 @models.default
 def show(server: Server | None = None) -> None:
     """List the models that a running server serves, and those on this machine."""
-    from rich.console import Console
     from rich.markup import escape
 
-    from tinsmith.cli.catalog import cached, served
+    from tinsmith.cli.catalog import cached, not_served, served
 
-    console = Console(soft_wrap=True)
+    console = new_console(soft_wrap=True)
     url, key = server_address(server or Server())
     try:
         for model in served(url, key):
@@ -99,6 +105,8 @@ def show(server: Server | None = None) -> None:
             console.print(f"served  {escape(model.name)}  [dim]context {model.context}{details}[/]", highlight=False)
             for line in lines:
                 console.print(f"          [dim]{escape(line)}[/]", highlight=False)
+        for model in not_served(url, key):
+            console.print(f"{model.state:<7} {escape(model.name)}  [dim]{escape(model.error)}[/]", highlight=False)
     except ConfigError as error:
         if server is not None and server.url is not None:
             raise
@@ -116,11 +124,10 @@ def pull(name: str, /) -> None:
     name
         Hub id, or a GGUF file to convert.
     """
-    from rich.console import Console
 
     from tinsmith.cli import catalog
 
-    Console(soft_wrap=True).print(str(catalog.pull(name)), highlight=False, markup=False)
+    new_console(soft_wrap=True).print(str(catalog.pull(name)), highlight=False, markup=False)
 
 
 @models.command
@@ -138,13 +145,12 @@ def load(
     replace
         Unload the model that is served under this name first.
     """
-    from rich.console import Console
 
     from tinsmith.cli import catalog
 
     name, _, source = name.partition("=")
     catalog.load(*server_address(server or Server()), name, source or name, replace=replace)
-    Console(soft_wrap=True).print(f"{name} is served", highlight=False, markup=False)
+    new_console(soft_wrap=True).print(f"{name} is served", highlight=False, markup=False)
 
 
 @models.command
@@ -153,12 +159,11 @@ def unload(name: str, /, *, server: Server | None = None) -> None:
 
     Nothing is lost: its models in training and the requests that wait go on when it is loaded again.
     """
-    from rich.console import Console
 
     from tinsmith.cli import catalog
 
     catalog.unload(*server_address(server or Server()), name)
-    Console(soft_wrap=True).print(f"{name} is not served any more", highlight=False, markup=False)
+    new_console(soft_wrap=True).print(f"{name} is not served any more", highlight=False, markup=False)
 
 
 def server_address(server: Server) -> tuple[str, str]:

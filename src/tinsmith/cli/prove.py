@@ -41,13 +41,12 @@ def prove(
     out
         JSON file for the certificate.
     """
-    from rich.console import Console
-
     from tinsmith.cli.serve import read_service_settings
     from tinsmith.proof.checks import prove as run_checks
     from tinsmith.proof.server import ProofServer
+    from tinsmith.terminal import new_console
 
-    console, checks = Console(soft_wrap=True), []
+    console, checks = new_console(soft_wrap=True), []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         settings = read_service_settings(config, (*EXACT, *overrides), {"data": folder / "data"})

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from tinsmith.errors import ConfigError
+from tinsmith.terminal import new_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,12 +62,14 @@ def file_and_overrides(command: str, words: Sequence[str], config: Path | None) 
 def check(*words: FileAndOverrides, config: Config = None, plugin_dir: PluginDir = None) -> None:
     """Check a run file without starting anything, and note keys that have no effect.
 
-    Also checks on this machine what the monitors need: packages, API keys, servers that respond. Exits with 0, or with
+    Also checks on this machine what the monitors need: packages, API keys, servers that respond; and, for tasks with
+    images, whether the model takes them, as its server or its folder says. Exits with 0, or with
     2 after listing every error with its fix.
     """
     file, overrides = file_and_overrides("check", words, config)
     run_file = _read(file, with_plugins(overrides, plugin_dir))
     _check_monitors(run_file.settings)
+    _check_images(run_file.settings)
     dialect = f", a file of {run_file.dialect}," if run_file.dialect else ""
     sys.stdout.write(f"{file}{dialect} is valid: {_summary(run_file.settings)}\n")
 
@@ -122,25 +125,40 @@ def print_notes(run_file: RunFile, console: Console) -> None:
         console.print(f"[dim]note: {escape(note)}[/]", highlight=False)
 
 
+def _stages(run: RunConfig) -> list[RunConfig]:
+    return [run.stage_config(number) for number in range(1, len(run.stages) + 1)] or [run]
+
+
+def _check_images(run: RunConfig) -> None:
+    """Raises ConfigError for tasks with images on a model that takes none."""
+    from tinsmith.rl.run_parts import image_field
+    from tinsmith.runner import takes_images
+
+    for stage in _stages(run):
+        if (field := image_field(stage)) and takes_images(stage) is False:
+            raise ConfigError(
+                f"The tasks have images in their field {field!r}, and the model {stage.model.name} takes none.",
+                "Use a vision-language model (docs/guides/images.md), or remove images from the source.",
+            )
+
+
 def _check_monitors(run: RunConfig) -> None:
     """Print notes on the monitors. Raises ConfigError for one that cannot run on this machine."""
-    from rich.console import Console
 
     from tinsmith.rl import monitors
     from tinsmith.rl.run import folder_path
 
-    stages = [run.stage_config(number) for number in range(1, len(run.stages) + 1)] or [run]
+    stages = _stages(run)
     configs = dict.fromkeys(config for stage in stages if stage.mode != "bench" for config in stage.monitors)
-    monitors.announce(tuple(configs), folder_path(run), Console(stderr=True))
+    monitors.announce(tuple(configs), folder_path(run), new_console(stderr=True))
 
 
 def _read(file: Path, overrides: Sequence[str]) -> RunFile:
-    from rich.console import Console
 
     from tinsmith.dialects import read_run
 
     run_file = read_run(file, overrides)
-    print_notes(run_file, Console(stderr=True, soft_wrap=True))
+    print_notes(run_file, new_console(stderr=True, soft_wrap=True))
     return run_file
 
 
@@ -160,8 +178,13 @@ def _summary(run: RunConfig) -> str:
 def _task_and_length(run: RunConfig) -> tuple[str, str]:
     if run.mode == "bench":
         return "comparison of checkpoints", ""
-    count = f" with {len(run.environments)} environments" if run.environments else ""
-    return f"{run.algorithm.type}{count}", f", {run.steps} steps" if run.steps else f", {run.epochs:g} epochs"
+    environments = f" with {_count(len(run.environments), 'environment')}" if run.environments else ""
+    length = _count(run.steps, "step") if run.steps else _count(run.epochs or 0, "epoch")
+    return f"{run.algorithm.type}{environments}", f", {length}"
+
+
+def _count(number: float, name: str) -> str:
+    return f"{number:g} {name}" + ("" if number == 1 else "s")
 
 
 def _yaml(values: dict[str, Any]) -> str:

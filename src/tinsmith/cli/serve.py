@@ -45,7 +45,11 @@ def serve(
     threads: Annotated[int | None, option("threads")] = None,
     cluster: Annotated[str | None, option("address", ClusterConfig)] = None,
     trainers: Annotated[int | None, option("trainers", ClusterConfig)] = None,
+    shard: Annotated[bool | None, option("shard", ClusterConfig, negative="")] = None,
     samplers: Annotated[int | None, option("samplers", ClusterConfig)] = None,
+    sampler_gpus: Annotated[int | None, option("sampler_gpus", ClusterConfig)] = None,
+    store: Annotated[str | None, option("store")] = None,
+    deterministic: Annotated[bool | None, option("deterministic", negative="")] = None,
     sharing: Annotated[Sharing | None, option("sharing")] = None,
     recompute: Annotated[Recompute | None, option("recompute")] = None,
     log_format: Annotated[Literal["text", "json"] | None, option("log_format")] = None,
@@ -55,13 +59,13 @@ def serve(
 
     options = {
         "models": model, "host": host, "port": port, "frontends": frontends, "data": data, "database": database,
-        "api_key": api_key,
+        "store": store, "api_key": api_key, "deterministic": deterministic,
         "dtype": dtype, "device": device, "threads": threads, "sharing": sharing, "sampler": sampler,
         "recompute": recompute, "log_format": log_format,
     }  # fmt: skip
     nested = {
-        "vllm.python": vllm_python, "cluster.address": cluster, "cluster.trainers": trainers,
-        "cluster.samplers": samplers,
+        "vllm.python": vllm_python, "cluster.address": cluster, "cluster.trainers": trainers, "cluster.shard": shard,
+        "cluster.samplers": samplers, "cluster.sampler_gpus": sampler_gpus,
     }  # fmt: skip
     overrides += tuple(f"{name}={value}" for name, value in nested.items() if value is not None)
     settings = read_service_settings(config, overrides, options)

@@ -225,7 +225,7 @@ def _base_folder(adapter: Path, base: str | None) -> Path:
 
     name = base or read_config(adapter).get("base_model_name_or_path")
     if not name:
-        raise ConfigError(f"{adapter} does not name its base model.", "Give its folder or hub id: --base.")
+        raise ConfigError("The checkpoint does not name its base model.", "Give its folder or hub id: --base.")
     try:
         return Path(locate(name).folder)
     except ConfigError as error:
