@@ -95,9 +95,24 @@ def alone(folder: Path, **changes: Any) -> None:
     run(settings(folder, **{**BASE, **changes}), scripted(folder))
 
 
-def test_three_samplers_equal_one_process(tmp_path):
+def begin_together(monkeypatch: pytest.MonkeyPatch, samplers: int) -> None:
+    """Let no sampler go on with its first batch before each of them has begun one."""
+    original, together, waited = SharedDraws.begin, asyncio.Barrier(samplers), set[str]()
+
+    async def begin(self: SharedDraws, number: int) -> Any:
+        begun = await original(self, number)
+        if begun is not None and self._sampler not in waited:
+            waited.add(self._sampler)
+            await together.wait()
+        return begun
+
+    monkeypatch.setattr(SharedDraws, "begin", begin)
+
+
+def test_three_samplers_equal_one_process(tmp_path, monkeypatch):
     machines = Machines(tmp_path, staleness=2)
     names = ("a", "b", "c")
+    begin_together(monkeypatch, len(names))
 
     async def main() -> list[int]:
         counts, state = await asyncio.gather(asyncio.gather(*map(machines.sampler, names)), machines.trainer())
@@ -109,7 +124,7 @@ def test_three_samplers_equal_one_process(tmp_path):
     assert_equal_runs(tmp_path / "one", tmp_path / "trainer")
     batches = [machines.sampled(name, name) for name in names]
     assert sorted(chain(*batches)) == list(range(1, 9))
-    assert all(batches)
+    assert sorted(min(numbers) for numbers in batches) == [1, 2, 3]
 
 
 def deadly(monkeypatch: pytest.MonkeyPatch, method: str, sampler: str, call: int, *, before: bool) -> None:
