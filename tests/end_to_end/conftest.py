@@ -38,7 +38,11 @@ KEY = "tml-cookbook"
 @pytest.fixture(scope="session")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of a venv with the cookbook."""
-    folder = tmp_path_factory.mktemp("cookbook") / "venv"
+    return install_cookbook(tmp_path_factory.mktemp("cookbook") / "venv")
+
+
+def install_cookbook(folder: Path) -> Path:
+    """Create a venv with the cookbook; returns its interpreter."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     inside = subprocess.run(
@@ -47,15 +51,19 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text=True,
         check=True,
     )
-    (Path(inside.stdout.strip()) / "ours.pth").write_text(sysconfig.get_path("purelib"))
+    ours = sysconfig.get_path("purelib")  # with its own .pth files, such as that of an editable installation
+    (Path(inside.stdout.strip()) / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
     for arguments in (["--no-deps", COOKBOOK], [*ITS_NEEDS]):
         subprocess.run([python, "-m", "pip", "install", "--quiet", *arguments], check=True)
     return python
 
 
 @contextmanager
-def serving(workplace: Path, data: Path, models: Sequence[str]) -> Iterator[str]:
-    """Address of `tinsmith serve` in the folder, which must end within ten seconds of SIGTERM."""
+def serving(workplace: Path, data: Path, models: Sequence[str], *options: str) -> Iterator[str]:
+    """Address of `tinsmith serve` in the folder, which must end within ten seconds of SIGTERM.
+
+    `options`: more of its command line.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -63,6 +71,7 @@ def serving(workplace: Path, data: Path, models: Sequence[str]) -> Iterator[str]
     command += ["--port", str(port), "--data", str(data)]
     for model in models:
         command += ["--model", model]
+    command += options
     server = subprocess.Popen(command, cwd=workplace)
     address = f"http://127.0.0.1:{port}"
     try:

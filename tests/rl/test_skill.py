@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.rl.metrics import workflow_metrics
-from tinsmith.rl.skill import skill_scores
+from tinsmith.rl.metrics import skill_scores, workflow_metrics
 from tinsmith.rl.types import Rollout
 
 PAIRS = st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=2, max_size=20)

@@ -13,8 +13,7 @@ from tests.rl.scripted_run import rows, run, scripted, settings
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.run_folder import RunFolder
-from tinsmith.rl.run_parts import RunData
-from tinsmith.rl.train import resolve_steps
+from tinsmith.rl.run_parts import RunData, resolve_steps
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])

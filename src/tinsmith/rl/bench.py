@@ -31,7 +31,7 @@ from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.run import folder_path
 from tinsmith.rl.run_folder import RunFolder, read_state
-from tinsmith.rl.run_parts import RunData, eval_workflow_maker
+from tinsmith.rl.run_parts import RunData, eval_workflow_maker, taking_images_of
 
 
 async def bench(
@@ -62,11 +62,11 @@ async def bench(
     settings = config.model_dump(mode="json")
     with closing(RunFolder.open(folder_path(config), settings, resume=config.resume is True, part="bench")) as folder:
         path = folder.path
-        held_out = RunData(config).tasks[1]
+        data = RunData(config)
         resources = RolloutResources()
         runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
-        evaluator = Evaluator(config.eval, held_out, eval_workflow_maker(config, resources), config.seed, runner)
-        clients = await connect()
+        evaluator = Evaluator(config.eval, data.tasks[1], eval_workflow_maker(config, resources), config.seed, runner)
+        clients = await taking_images_of(data, await connect())
         jsonl = JsonlMonitor(
             RunInfo(name=config.name, folder=path / "bench", steps=len(names), decode=clients.chat.decode)
         )

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl import metrics, monitors
+from tinsmith.rl.assembly import sampling_plan
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.ending.stop import StopRequested, StopSignal
 from tinsmith.rl.guards.watchdog import watch_event_loop
@@ -31,8 +32,7 @@ from tinsmith.rl.rollouts.task_draws import NameTakenError, SharedDraws
 from tinsmith.rl.run import folder_path
 from tinsmith.rl.run_folder import SETTINGS, RunFolder
 from tinsmith.rl.run_folder.agreement import agree
-from tinsmith.rl.run_parts import RunData, training_workflow
-from tinsmith.rl.train import resolve_steps, sampling_plan
+from tinsmith.rl.run_parts import RunData, resolve_steps, taking_images_of, training_workflow
 
 
 async def explore(
@@ -65,7 +65,7 @@ async def explore(
         random.seed(config.seed)
         np.random.seed(config.seed % 2**32)
         monitors.announce(config.monitors, path / part, console)
-        clients = await connect()
+        clients = await taking_images_of(data, await connect())
         info = RunInfo(
             name=f"{config.name} {part}",
             folder=path / part,

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cached_property
+from typing import Protocol, TypeVar
 
 from rich.console import Console
 
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.data.tasks import HeldOutTasks, TaskSampler, split
+from tinsmith.rl.data.tasks import HeldOutTasks, TaskSampler, TasksConfig, split
 from tinsmith.rl.environments.mixture import mixture_workflow, split_environments
 from tinsmith.rl.evaluate import EvalConfig
 from tinsmith.rl.policy.base import Policy, SamplingConfig
+from tinsmith.rl.policy.chat import ChatCodec
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.run_folder import RunFolder, State, check_adapter, state_of_checkpoint
@@ -47,6 +49,64 @@ class RunData:
         """Demonstrations of each source; none without settings for them."""
         demonstrations = self._config.demonstrations
         return demonstrations.load() if demonstrations is not None else ()
+
+
+def resolve_steps(config: RunConfig, data: RunData) -> RunConfig:
+    """The configuration with `epochs` as steps: floor(rows x epochs / rows per step), at most `steps` if that is set.
+
+    Rows that do not fill a last step are not trained on. Without `epochs`, or without tasks (mode train and mode bench
+    may have none), the configuration is returned as it is.
+    """
+    if config.epochs is None or (config.uses_rollouts and not config.has_training_tasks):
+        return config
+    rows, per_step, key = _count_rows(config, data), config.groups_per_step, "groups_per_step"
+    if config.demonstrations is not None and not config.uses_rollouts:
+        per_step, key = config.demonstrations.count(per_step, config.group_size, alone=True), "demonstrations.per_step"
+    steps = int(rows * config.epochs // per_step)
+    if not steps:
+        raise ConfigError(
+            f"{config.epochs:g} epochs of {rows} are less than one step of {per_step}.", f"Set {key} lower."
+        )
+    return config.model_copy(update={"steps": min(steps, config.steps or steps)})
+
+
+def _count_rows(config: RunConfig, data: RunData) -> int:
+    if config.demonstrations is None or config.uses_rollouts:
+        return data.tasks[0].size
+    return sum(map(len, data.demonstrations))
+
+
+def image_field(config: RunConfig) -> str:
+    """The field with the images of the run's tasks; empty if no source names one."""
+    parts = [config.tasks, *(each for each in config.environments if isinstance(each, TasksConfig))]
+    return next(filter(None, (part.image_field for part in parts)), "")
+
+
+class Connected(Protocol):
+    """A policy or the clients of a sampling process."""
+
+    @property
+    def chat(self) -> ChatCodec: ...
+    async def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=Connected)
+
+
+async def taking_images_of(data: RunData, connected: C) -> C:
+    """`connected`, which takes the images of the run's tasks, if they have any; otherwise every rollout would fail.
+
+    Looks at the first task of each source, because tasks are read when they are drawn. Raises ConfigError, and then
+    closes the connection.
+    """
+    sampler, held_out = data.tasks
+    if not connected.chat.takes_images:
+        for task in [*sampler.examples, *(tasks[0] for tasks in held_out.values() if tasks)]:
+            if any(message.images for message in task.messages):
+                await connected.close()
+                refusal = connected.chat.image_refusal
+                raise ConfigError(f"The task {task.id} has images. {refusal.message}", refusal.hint)
+    return connected
 
 
 def training_workflow(config: RunConfig, resources: RolloutResources) -> Workflow:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
-from rich.console import Console
 from rich.markup import escape
 from typing_extensions import override
 
@@ -25,6 +24,7 @@ from tinsmith.rllm.rollouts import ROW, wrapped_row
 from tinsmith.rllm.workflow import Workflow
 from tinsmith.runner import TrainResult, train_config
 from tinsmith.settings import apply_overrides, build
+from tinsmith.terminal import new_console
 
 if TYPE_CHECKING:
     from tinsmith.rllm.store import Store
@@ -106,7 +106,7 @@ class AgentTrainer:
 
     def train(self) -> TrainResult:
         """Run all remaining steps. Raises TinsmithError."""
-        console = Console()
+        console = new_console()
         for note in self.notes:
             console.print(f"[dim]note: {escape(note)}[/]", highlight=False)
         if self.run_config.mode == "bench":

@@ -151,7 +151,7 @@ def test_check_names_the_guide(tmp_path: Path, capsys, monkeypatch):
         main()
     printed = capsys.readouterr()
     assert not end.value.code
-    assert "a file of rLLM, is valid: grpo on tiny, 1 epochs" in printed.out
+    assert "a file of rLLM, is valid: grpo on tiny, 1 epoch" in printed.out
     assert "docs/guides/rllm.md" in printed.err
 
 

@@ -32,7 +32,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *wo
 def test_check_prints_a_summary_and_notes(capsys, monkeypatch):
     out, err, status = run(capsys, monkeypatch, "check", str(VERL))
     assert status == 0
-    assert "a file of Trinity-RFT, is valid: grpo_std on meta-llama/Llama-3.2-3B, 1 epochs" in out
+    assert "a file of Trinity-RFT, is valid: grpo_std on meta-llama/Llama-3.2-3B, 1 epoch" in out
     assert "explorer.rollout_model.gpu_memory_utilization: the server decides" in err
     assert run(capsys, monkeypatch, "check", str(OURS))[2] == 0
 

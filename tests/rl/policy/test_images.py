@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,18 +18,22 @@ from tests.rl.scripted_run import run, settings
 from tests.rl.workflows.test_workflows import policy as scripted_policy
 from tests.vision import END, IMAGE, START, image_tokens, picture, save_vision_model
 from tinsmith import read_metrics
-from tinsmith.errors import Unsupported, UserError
+from tinsmith.cli.run_file import check
+from tinsmith.errors import ConfigError, Unsupported, UserError
+from tinsmith.rl.assembly import target_logprobs
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.base import ModelConfig, SamplingConfig, Update
 from tinsmith.rl.policy.chat import Chat
 from tinsmith.rl.policy.chat_session import AgentChatRequest, ChatSession
 from tinsmith.rl.policy.images import ImageEncoder
 from tinsmith.rl.policy.scripted import CharacterCodec
+from tinsmith.rl.policy.sdk import capabilities
 from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.rl.policy.training_rows import merge_identical_rows, rows_from_trajectory
-from tinsmith.rl.train import target_logprobs
+from tinsmith.rl.run_parts import image_field
 from tinsmith.rl.types import EncodedPrompt, Group, Image, Message, Rollout, Task, Trajectory, Turn
 from tinsmith.rl.workflows.conversation import Conversation
+from tinsmith.runner import takes_images
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
@@ -102,9 +107,12 @@ def test_rows_with_other_images_are_other_rows(chat: Chat) -> None:
 
 def test_what_takes_no_images_says_so(chat: Chat, folder: Path) -> None:
     text_only = Chat(AutoTokenizer.from_pretrained(folder))
+    unserved = Chat(AutoTokenizer.from_pretrained(folder), images=Unsupported("the server takes none"))
+    assert not unserved.takes_images
     plain = Message(role="user", content=f"What is {chat.decode([IMAGE])}?")
     for call, says in (
         (lambda: text_only.encode([QUESTION]), "has no image processor"),
+        (lambda: unserved.with_template_values({}).encode([QUESTION]), "the server takes none"),
         (lambda: CharacterCodec().encode([QUESTION]), "scripted policy takes no images"),
         (lambda: chat.prompt([QUESTION]), "reads token ids and takes no images"),
         (lambda: chat.encode_with_loss_mask([QUESTION, Message(role="assistant", content="A")]), "take no images"),
@@ -166,12 +174,40 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
         yield address
 
 
+def rows_with_images(folder: Path) -> list[dict[str, str]]:
+    for number in range(4):
+        (folder / f"{number}.png").write_bytes(picture(number))
+    return [{"question": "<image> What?", "answer": "a", "image": str(folder / f"{n}.png")} for n in range(4)]
+
+
+def test_run_with_images_is_refused_before_its_first_rollout(
+    tmp_path: Path, tiny_llama: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the policy's codec when the run starts, and by the model's folder in `tinsmith check`."""
+    monkeypatch.delenv("TINKER_BASE_URL", raising=False)
+    data = tmp_path / "pictures.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows_with_images(tmp_path))))
+    tasks = {"train": {"type": "jsonl", "path": str(data), "images": "image"}, "held_out": 1}
+    changes = {"tasks": tasks, "rewards": [{"type": "format", "pattern": "a"}], "steps": 1}
+    with pytest.raises(ConfigError, match=r"The task pictures/\d has images. The scripted policy takes no images"):
+        run(settings(tmp_path / "run", **changes))
+    for model, says in ((tiny_llama, False), (folder, True), ("org/name", None)):
+        config = settings(tmp_path / "run", **changes, model={"name": str(model), "rank": 4})
+        assert (image_field(config), takes_images(config)) == ("image", says)
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True)))
+    with pytest.raises(ConfigError, match=r"images in their field 'image', and the model .* takes none"):
+        check(str(file), f"model.name={tiny_llama}")
+    check(str(file), f"model.name={folder}")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
 def test_trainer_sees_the_images_that_the_sampler_saw(served: tuple[str, str]) -> None:
     """Fails if a row has its images elsewhere than its prompt had them, or if other models get none."""
 
     async def main() -> Any:
+        assert (await capabilities(*served)).images == {"vl": True}
         policy = await TinkerPolicy.connect(ModelConfig(name="vl", rank=4), *served, seed=1)
         try:
             snapshot = await policy.snapshot()
@@ -226,14 +262,10 @@ def test_replay_takes_the_experts_of_images(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("forked_programs")
 def test_runs_train_on_tasks_with_images(served: tuple[str, str], tmp_path: Path) -> None:
     """Images of files, drawn, sampled, rewarded and trained on; a stored batch holds them."""
-    rows = []
-    for number in range(4):
-        (tmp_path / f"{number}.png").write_bytes(picture(number))
-        rows.append({"question": "<image> What?", "answer": "a", "image": str(tmp_path / f"{number}.png")})
     config = settings(
         tmp_path / "run",
         model={"name": "vl", "rank": 4},
-        tasks={"train": {"type": "rows", "data": rows, "images": "image"}, "held_out": 1},
+        tasks={"train": {"type": "rows", "data": rows_with_images(tmp_path), "images": "image"}, "held_out": 1},
         rewards=[{"type": "format", "pattern": ".*[aeiou].*"}],
         sampling={"max_tokens": 4, "stop": []},
         algorithm={"type": "grpo", "kl_penalty": {"coef": 0.1}},

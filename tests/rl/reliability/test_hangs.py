@@ -131,17 +131,15 @@ def test_run_waits_for_a_server_that_hangs(
 
 @pytest.mark.slow
 def test_process_of_a_run_waits_for_a_server_that_hangs(work: Work, forked_programs: str):
-    """As a user has it: the SDK's own time limits, and hangs that are longer than they are."""
-    folder = work.folder / "hung-process"
-    log, rows = work.folder / "hung-process.log", folder / "metrics.jsonl"
+    """As a user has it: the SDK's own time limits, and hangs that are longer than they are.
+
+    Fails if the watch says only at its next health check that the server responds (`ServerWatch._return`).
+    """
+    folder, log = work.folder / "hung-process", work.folder / "hung-process.log"
     with served(work.folder / "hanging-process", forked_programs) as server:
-        process = start(work.folder, folder, server.url, KEY, "rollout.timeout=40", "model.wait=600")
-        for hang, seconds in enumerate((70.0, 0.0), 1):
-            wait_until(lambda hang=hang: rows.exists() and rows.read_text().count("\n") >= 2 * hang, "no steps")
-            server.stop()
-            wait_until(lambda hang=hang: log.read_text().count(AWAY) == hang, log.read_text())
-            time.sleep(seconds)
-            server.go_on()
-            wait_until(lambda hang=hang: log.read_text().count(BACK) == hang, log.read_text())
-        assert process.wait(SECONDS) == 0, log.read_text()
+        hangs = Hangs(server, lambda: log.read_text().count(AWAY), ("asample", 3, 70.0), ("optim_step", 3, 0.0))
+        with proxied(server.url, hangs) as proxy:
+            process = start(work.folder, folder, proxy.url, KEY, "rollout.timeout=40", "model.wait=600")
+            assert process.wait(4 * SECONDS) == 0, log.read_text()
+        assert len(hangs.threads) == log.read_text().count(AWAY) == log.read_text().count(BACK) == 2, log.read_text()
         assert outcome(folder, server.data) == work.expected

@@ -137,6 +137,31 @@ def test_server_that_hangs_is_away_until_it_answers():
     asyncio.run(main())
 
 
+def test_server_is_back_as_soon_as_a_request_succeeds(monkeypatch):
+    """Also in another thread, and before the next health check, as a short run has ended by then. To break it: let
+    `ServerWatch._return` do nothing."""
+
+    async def main() -> None:
+        watch, changed = ServerWatch(ping=0.05, patience=0.5), asyncio.Event()
+
+        async def unhealthy(*_: object) -> str:
+            return "gone"
+
+        monkeypatch.setattr(watch, "_fault", unhealthy)
+        watch.on_change.append(lambda _: changed.set())
+        watch.attend("http://127.0.0.1:1")
+        async with asyncio.timeout(30), watch.watching():
+            await changed.wait()
+            assert watch.is_away
+            watch._ping = 60.0
+            await asyncio.sleep(0.1)  # the next health check is a minute away
+            await asyncio.to_thread(watch.succeeded)
+            await asyncio.sleep(0)
+            assert not watch.is_away
+
+    asyncio.run(main())
+
+
 def test_run_ends_when_the_server_stays_away_and_continues(work, impatient_sdk, monkeypatch, in_folder):
     with proxied(work.url, Outages(("after", "optim_step", 3), seconds=1e9)) as proxy:
         begin = time.monotonic()

@@ -196,7 +196,7 @@ def _sampling_note(values: Values, temperature: Setting, top_p: Setting) -> Tran
     keys = " and ".join(f"{setting.key} {setting.value:g}" for setting in changed)
     stops = "" if values.has("rllm.backend") else " rLLM stops with other values than 1."
     text = "replies are sampled so; algorithm.old_logprobs says with which logprobs they are trained on."
-    return note(f"{keys}{unset}: {text} Training is on-policy with 1 only.{stops}")
+    return note(f"{keys}{unset}: {text} Training is on-policy only where both are 1.{stops}")
 
 
 @translates(

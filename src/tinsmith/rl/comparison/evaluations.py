@@ -2,7 +2,7 @@
 
 A task's pass@1 is the share of its answers that are right, where a failed answer is not; its reward is the mean of its
 answers that did not fail. A task all of whose answers failed has no reward. Predictions of an environment are compared
-by their errors, such as the Brier score confidence/error (rl/skill.py); lower is better.
+by their errors, such as the Brier score confidence/error (rl/metrics.py); lower is better.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.table import Table
 from tinsmith.atomic import atomic_write
 from tinsmith.rl.comparison.statistics import PairedComparison, compare
 from tinsmith.rl.evaluate import is_right
-from tinsmith.rl.skill import ERROR
+from tinsmith.rl.metrics import ERROR
 from tinsmith.rl.types import Group, Rollout
 
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.data.ordering import OrderConfig, RowOrder, Shuffle
-from tinsmith.rl.data.row_mapping import LazySequence
+from tinsmith.rl.data.row_mapping import LazySequence, RowMapping
 from tinsmith.rl.data.sources import NamedSources, Source, Sources, as_tuple, reject_fields
 from tinsmith.rl.types import Group, Message, Task
 from tinsmith.settings import Settings
@@ -77,6 +77,13 @@ class TasksConfig(Settings):
         return as_tuple(self.train)
 
     @property
+    def image_field(self) -> str:
+        """The field with images of the first source that names one; empty if none does."""
+        held_out = self.eval.values() if isinstance(self.eval, dict) else as_tuple(self.eval)
+        fields = (source.images for source in (*self.sources, *held_out) if isinstance(source, RowMapping))
+        return next(filter(None, fields), "")
+
+    @property
     def evaluates(self) -> bool:
         """Whether there are held-out tasks."""
         return self.eval is not None or bool(self.train and self.held_out)
@@ -91,6 +98,11 @@ class TaskSampler(Protocol):
     @property
     def size(self) -> int:
         """Rows in an epoch."""
+        ...
+
+    @property
+    def examples(self) -> list[Task]:
+        """The first task of each source, which is not drawn by this."""
         ...
 
     def draw(self, count: int) -> list[Task]:
@@ -134,6 +146,11 @@ class SourceSampler(TaskSampler):
     @override
     def size(self) -> int:
         return sum(source.rows for source in self._sources)
+
+    @property
+    @override
+    def examples(self) -> list[Task]:
+        return [source.tasks[0] for source in self._sources]
 
     @override
     def draw(self, count: int) -> list[Task]:

@@ -71,6 +71,11 @@ class MixtureSampler(TaskSampler):
     def size(self) -> int:
         return sum(sampler.size for sampler in self._samplers.values())
 
+    @property
+    @override
+    def examples(self) -> list[Task]:
+        return [task for sampler in self._samplers.values() for task in sampler.examples]
+
     @override
     def draw(self, count: int) -> list[Task]:
         names = self._order.names(self.cursor, self.cursor + count)

@@ -43,6 +43,11 @@ class ChatCodec(Protocol):
         """Whether messages may hold images."""
         return False
 
+    @property
+    def image_refusal(self) -> Unsupported:
+        """The error for images that are not taken."""
+        return Unsupported("The model takes no images.", "Use a vision-language model, or remove the images.")
+
     def with_template_values(self, values: Mapping[str, Any]) -> ChatCodec:
         """Return a codec whose chat template also gets these variables."""
         ...
@@ -82,16 +87,17 @@ class Chat(ChatCodec):
         tokenizer: Any,
         template: str = "",
         values: Mapping[str, Any] | None = None,
-        images: ImageEncoder | None = None,
+        images: ImageEncoder | Unsupported | None = None,
     ) -> None:
         """`tokenizer` is a transformers tokenizer; `template` replaces its own; `values` are template variables.
 
-        `images` gives images their tokens; None for a model that takes none.
+        `images` gives images their tokens; for a model that takes none, the error for them, or None.
         """
         self._tokenizer = tokenizer
         self._template = template or tokenizer.chat_template
         self._values = dict(values or {})
-        self._images = images
+        self._images = None if isinstance(images, Unsupported) else images
+        self._image_refusal = images if isinstance(images, Unsupported) else None
 
     @property
     def vocabulary(self) -> int:
@@ -111,9 +117,18 @@ class Chat(ChatCodec):
     def takes_images(self) -> bool:
         return self._images is not None
 
+    @property
+    @override
+    def image_refusal(self) -> Unsupported:
+        return self._image_refusal or Unsupported(
+            f"The tokenizer {self._tokenizer.name_or_path} has no image processor or no chat template that takes "
+            "images.",
+            "Use a vision-language model, or set model.tokenizer to one with its preprocessor_config.json.",
+        )
+
     @override
     def with_template_values(self, values: Mapping[str, Any]) -> Chat:
-        return Chat(self._tokenizer, self._template, {**self._values, **values}, self._images)
+        return Chat(self._tokenizer, self._template, {**self._values, **values}, self._images or self._image_refusal)
 
     @override
     def encode(self, conversation: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> EncodedPrompt:
@@ -234,11 +249,7 @@ class Chat(ChatCodec):
         if self._images is not None and self.template:
             return self._images.place(ids, images, start)
         if images:
-            raise Unsupported(
-                f"The tokenizer {self._tokenizer.name_or_path} has no image processor or no chat template that takes "
-                "images.",
-                "Use a vision-language model, or set model.tokenizer to one with its preprocessor_config.json.",
-            )
+            raise self.image_refusal
         return EncodedPrompt(tokens=tuple(ids))
 
     def _render(self, conversation: Messages, tools: Sequence[Mapping[str, Any]], *, begin_reply: bool = True) -> str:

@@ -48,6 +48,11 @@ class CharacterCodec(ChatCodec):
     def template(self) -> str:
         return "{{ tools }} <tool_call>"
 
+    @property
+    @override
+    def image_refusal(self) -> Unsupported:
+        return Unsupported("The scripted policy takes no images.", "Use a vision-language model.")
+
     @override
     def with_template_values(self, values: Mapping[str, Any]) -> CharacterCodec:
         return self
@@ -60,7 +65,7 @@ class CharacterCodec(ChatCodec):
                 tokens = [*part.prompt, *part.tokens]
                 continue
             if part.images:
-                raise Unsupported("The scripted policy takes no images.", "Use a vision-language model.")
+                raise self.image_refusal
             tokens += self.encode_text(part.content)
         return EncodedPrompt(tokens=tuple(tokens))
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -107,15 +108,29 @@ async def end_session(service: tinker.ServiceClient, status: Literal["success", 
         log.warning("Could not end the session: %s", error)
 
 
-async def extensions(base_url: str, api_key: str) -> frozenset[str]:
-    """Names of the server's extensions of the Tinker API; empty for other servers. The SDK does not return them."""
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a server says of itself beyond the Tinker API; the SDK does not return it."""
+
+    extensions: frozenset[str] = frozenset()
+    """Names of its extensions of the API; empty for other servers."""
+    images: Mapping[str, bool] = field(default_factory=dict)
+    """Whether a base model takes images, by its name; without the models of which the server does not say it."""
+
+
+async def capabilities(base_url: str, api_key: str) -> Capabilities:
+    """The server's capabilities; a server that does not answer has none."""
     async with httpx.AsyncClient(base_url=base_url, timeout=CONNECT_SECONDS) as client:
         try:
             response = await client.get("/api/v1/get_server_capabilities", headers={"X-API-Key": api_key})
-            names_by_kind = response.json().get("extensions", {}) if response.is_success else {}
-        except (httpx.HTTPError, ValueError):  # a server without capabilities has no extensions
-            return frozenset()
-    return frozenset(name for names in names_by_kind.values() for name in names)
+            answer = response.json() if response.is_success else {}
+        except (httpx.HTTPError, ValueError):
+            return Capabilities()
+    names_by_kind, models = answer.get("extensions", {}), answer.get("supported_models", [])
+    return Capabilities(
+        frozenset(name for names in names_by_kind.values() for name in names),
+        {model["model_name"]: model["images"] for model in models if isinstance(model.get("images"), bool)},
+    )
 
 
 async def check_reachable(base_url: str) -> None:

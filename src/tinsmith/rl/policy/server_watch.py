@@ -38,6 +38,8 @@ class ServerWatch:
         self._url = ""
         self._responded = self._last_away = time.monotonic()
         self._lost: TinsmithError | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """That of `watching`; requests succeed in the SDK's."""
         self.is_away = False
         self.on_change: list[Callable[[bool], None]] = []
         """Functions to call with True when the server is away, and with False when it responds again."""
@@ -51,8 +53,11 @@ class ServerWatch:
             vars(holder)["execute_with_retries"] = self._patient(retry)
 
     def succeeded(self) -> None:
-        """Report that a request of the run succeeded."""
+        """Report that a request of the run succeeded, from any thread."""
         self._responded = time.monotonic()
+        if self.is_away and (loop := self._loop) is not None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._return)
 
     async def persist(self, call: Callable[[], Awaitable[T]]) -> T:
         """The result of `call`, which is repeated while the server is away; it may be executed twice."""
@@ -64,6 +69,7 @@ class ServerWatch:
         TinsmithError."""
         owner = asyncio.current_task()
         assert owner is not None
+        self._loop = asyncio.get_running_loop()
         pings = asyncio.create_task(self._watch(owner), name="server watch")
         try:
             with _quiet_sdk():
@@ -74,6 +80,7 @@ class ServerWatch:
             owner.uncancel()
             raise self._lost from None
         finally:
+            self._loop = None
             pings.cancel()
             with suppress(asyncio.CancelledError):
                 await pings
@@ -99,6 +106,13 @@ class ServerWatch:
                     )
                     owner.cancel()
                     return
+
+    def _return(self) -> None:
+        """Say that the server responds, before the next health check: a short run may have ended by then."""
+        now = time.monotonic()
+        if self.is_away and now - self._responded < self._patience:
+            self._last_away = now
+            self._change("")
 
     def _was_here_since(self, begin: float) -> bool:
         return not self.is_away and self._last_away < begin

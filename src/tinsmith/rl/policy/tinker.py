@@ -21,7 +21,7 @@ from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.base import AuxiliaryAdapter, CheckpointInfo, ModelConfig, Policy, Update, UpdateResult
 from tinsmith.rl.policy.chat import Chat
 from tinsmith.rl.policy.router_replay import SESSION_METADATA, RoutedExperts, check_routers
-from tinsmith.rl.policy.sdk import adam_params, extensions, open_session, translate_errors
+from tinsmith.rl.policy.sdk import adam_params, capabilities, open_session, translate_errors
 from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients, TinkerSnapshot, load_chat
 from tinsmith.rl.policy.training_rows import TrainingRow
@@ -142,9 +142,10 @@ class TinkerPolicy(Policy):
             watch.attend(base_url, service.holder, rest.holder)
             async with translate_errors(f"{action} at {base_url}", not_found=_not_served(config, state)):
                 client = await watch.persist(lambda: _training_client(service, config, seed, state))
-            chat, server_extensions = await load_chat(config, client), await extensions(base_url, api_key)
             address = (base_url, api_key)
-            return cls(service, rest, client, chat, version, config, server_extensions, address, watch)
+            server = await capabilities(*address)
+            chat = await load_chat(config, client, server.images.get(config.name))
+            return cls(service, rest, client, chat, version, config, server.extensions, address, watch)
 
     @property
     @override

@@ -25,7 +25,7 @@ from tinsmith.rl.policy.base import (
 from tinsmith.rl.policy.chat import Chat, read_template
 from tinsmith.rl.policy.images import ImageEncoder, model_input
 from tinsmith.rl.policy.router_replay import SESSION_METADATA, RoutedExperts, check_routers
-from tinsmith.rl.policy.sdk import end_session, open_session, translate_errors
+from tinsmith.rl.policy.sdk import capabilities, end_session, open_session, translate_errors
 from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.rl.types import EncodedPrompt, Tokens, Turn
 
@@ -152,7 +152,9 @@ class TinkerSamplingClients(SamplingClients):
             watch.attend(base_url, service.holder)
             client = await watch.persist(lambda: service.create_lora_training_client(config.name, rank=1))
             experts = RoutedExperts(base_url, api_key) if routed else None
-            return cls(service, await load_chat(config, client), config.name, watch, experts)
+            server = await capabilities(base_url, api_key)
+            chat = await load_chat(config, client, server.images.get(config.name))
+            return cls(service, chat, config.name, watch, experts)
 
     @property
     @override
@@ -217,10 +219,21 @@ async def load_tokenizer(service: tinker.ServiceClient, name: str, client: tinke
         return await asyncio.to_thread(training.get_tokenizer)
 
 
-async def load_chat(config: ModelConfig, client: tinker.TrainingClient) -> Chat:
-    """The configured tokenizer and chat template, or those of the server. Raises ConfigError."""
+async def load_chat(config: ModelConfig, client: tinker.TrainingClient, served_images: bool | None = None) -> Chat:
+    """The configured tokenizer and chat template, or those of the server. Raises ConfigError.
+
+    `served_images`: whether the server takes images for the model; None if it does not say.
+    """
     tokenizer = await asyncio.to_thread(_tokenizer, config, client)
-    return await _own_chat(tokenizer, read_template(config.chat_template), config.chat_template_values)
+    template = read_template(config.chat_template)
+    if served_images is False:
+        refusal = Unsupported(
+            f"The server takes no images for {config.name}.",
+            "Serve a vision-language model, on the fast path and not in 4 bits, from a folder with its "
+            "preprocessor_config.json (docs/guides/images.md), or remove the images.",
+        )
+        return Chat(tokenizer, template, config.chat_template_values, refusal)
+    return await _own_chat(tokenizer, template, config.chat_template_values)
 
 
 async def _own_chat(tokenizer: Any, template: str = "", values: Mapping[str, Any] | None = None) -> Chat:

@@ -34,15 +34,27 @@ class ShadowRung(Protocol):
         ...
 
 
-class ForkRung(ShadowRung):
+class _CachingRung(ShadowRung):
+    """Keeps results of a version, and counts how often one was used again."""
+
+    def __init__(self, server: ShadowServer, config: ShadowConfig) -> None:
+        self._server, self._params = server, config.params
+        self._cached = 0
+
+    @override
+    def metrics(self) -> dict[str, float]:
+        cached, self._cached = self._cached, 0
+        return {"shadow/cached": cached}
+
+
+class ForkRung(_CachingRung):
     """Each step on a fork of its own. Logprobs before the step are computed once for each version."""
 
     def __init__(self, server: ShadowServer, config: ShadowConfig) -> None:
+        super().__init__(server, config)
         self.name, self.mode = "fork", "exact"
-        self._server, self._params = server, config.params
         self._places = asyncio.Semaphore(config.live_forks)
         self._before: dict[tuple[int, tuple[ShadowText, ...]], list[np.ndarray]] = {}
-        self._cached = 0
 
     @override
     async def measure(self, group: ShadowGroup, version: int) -> tuple[ProbeDelta, ...]:
@@ -60,16 +72,11 @@ class ForkRung(ShadowRung):
         return tuple(_measured(*values) for values in zip(group.probes, before, after, strict=True))
 
     @override
-    def metrics(self) -> dict[str, float]:
-        cached, self._cached = self._cached, 0
-        return {"shadow/cached": cached}
-
-    @override
     def drop(self, before: int) -> None:
         self._before = {key: value for key, value in self._before.items() if key[0] >= before}
 
 
-class ReverseRung(ShadowRung):
+class ReverseRung(_CachingRung):
     """One fork for each probe and version, which takes an SGD step on the probe.
 
     To first order, a step on x changes the logprob of p by learning_rate * <g_x, g_p>, which is symmetric: a step on p
@@ -77,11 +84,10 @@ class ReverseRung(ShadowRung):
     """
 
     def __init__(self, server: ShadowServer, config: ShadowConfig) -> None:
+        super().__init__(server, config)
         self.name, self.mode = "reverse", "first_order"
-        self._server, self._params = server, config.params
         self._forks: dict[tuple[int, ShadowText | None], asyncio.Task[Fork]] = {}
         """Forks by version and probe; None: without a step, for logprobs before."""
-        self._cached = 0
 
     @override
     async def measure(self, group: ShadowGroup, version: int) -> tuple[ProbeDelta, ...]:
@@ -114,11 +120,6 @@ class ReverseRung(ShadowRung):
                 fork.release()
                 raise
         return fork
-
-    @override
-    def metrics(self) -> dict[str, float]:
-        cached, self._cached = self._cached, 0
-        return {"shadow/cached": cached}
 
     @override
     def drop(self, before: int) -> None:

@@ -252,7 +252,8 @@ def choice_run(folder: Path, **changes: Any) -> RunConfig:
 
 def test_runs_report_shadow_steps_and_skill(tmp_path, monkeypatch):
     server = LengthServer()
-    monkeypatch.setattr("tinsmith.rl.train.open_shadow", lambda config, policy, versions: ShadowService(config, server))
+    shadow = "tinsmith.rl.assembly.open_shadow"
+    monkeypatch.setattr(shadow, lambda config, policy, versions: ShadowService(config, server))
     state = run(choice_run(tmp_path))
     assert state.step == 8
     steps = [row for row in rows(tmp_path) if "reward/mean" in row]

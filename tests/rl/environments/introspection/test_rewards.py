@@ -22,7 +22,7 @@ from tinsmith.rl.environments.introspection.ghost_trace import GhostTrace
 from tinsmith.rl.environments.introspection.gradient_prophet import GradientProphet
 from tinsmith.rl.environments.introspection.sanity_check import SanityCheck
 from tinsmith.rl.environments.introspection.self_prediction import SelfPrediction
-from tinsmith.rl.skill import skill_scores
+from tinsmith.rl.metrics import skill_scores
 from tinsmith.rl.types import Rollout, Task
 
 

@@ -31,11 +31,14 @@ class SquaresData(vf.TaskData):
 class SquaresTask(vf.Task[SquaresData]):
     @vf.reward
     async def exact(self, trace: vf.Trace) -> float:
+        if not self.data.answer:  # for policies that say no letter: replies differ in whether they are even
+            return float(len(trace.last_reply) % 2 == 0)
         return float(trace.last_reply == self.data.answer)
 
 
 class SquaresConfig(vf.TasksetConfig):
     later: bool = False
+    answer: str = "A"
     turns: int = 2
 
 
@@ -56,4 +59,4 @@ class SquaresTaskset(vf.Taskset[SquaresTask, SquaresConfig]):
         parts = [vf.TextContentPart(text="Which letters?")]
         if not self.config.later:
             parts.append(square("red"))
-        yield SquaresTask(SquaresData(prompt=[vf.UserMessage(content=parts)], answer="A"))
+        yield SquaresTask(SquaresData(prompt=[vf.UserMessage(content=parts)], answer=self.config.answer))
