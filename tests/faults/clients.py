@@ -6,15 +6,14 @@ Every answer is compared at once with that of a Reference to the same requests.
 
 from __future__ import annotations
 
-import asyncio
 import random
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
@@ -23,14 +22,13 @@ import tinker
 from tinker import types
 from tinker._exceptions import RequestFailedError
 
+from tests.faults.closes import CHECK_S, stacks, wait_until_closed
 from tests.faults.reference import LEARNING_RATE, PROMPT, SAMPLE_SEED, SAMPLE_TOKENS, Reference, Version
 
-STUCK_S = 600.0
+STUCK_S = 900.0
 """Longest time that a request may take. The SDK waits up to 30 s between two attempts, and under constant faults many
 of them fail; what is stuck is stuck when the faults have ended, too (`run.END_S`)."""
-CLOSE_S = 150.0
-"""Time for the end of a session, after which it counts whether the service has ended it: the SDK's clean-up after the
-answer has once waited for ever, although the session was ended."""
+LOST_CANCELLATION = "close, with a cancellation that Python 3.11 lost"
 MAX_SAMPLERS = 12
 LONG_ROW, LONG_ROWS = 900, 0.05
 """Tokens of a long row, and how often there is one."""
@@ -72,6 +70,8 @@ class Tenant:
         """Finished operations by kind."""
         self.rounds = 0
         self.violation: str | None = None
+        self.stacks: list[str] = []
+        """Where threads and tasks of the clients were when an operation had taken too long."""
         self.now = ""
         """The operation that is under way."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -93,6 +93,7 @@ class Tenant:
         """Wait for the end of the last round; a tenant that does not end in time is a violation."""
         self._thread.join(timeout_s)
         if self._thread.is_alive() and self.violation is None:
+            self.stacks = stacks()
             self.violation = f"{self.name} is stuck in {self.now}"
 
     def _run(self) -> None:
@@ -101,6 +102,7 @@ class Tenant:
                 self._round()
                 self.rounds += 1
         except FutureTimeoutError:
+            self.stacks = stacks()
             self.violation = f"{self.name}: a future of {self.now} was not resolved within {STUCK_S:.0f} s"
         except Exception as error:  # noqa: BLE001 - whatever a client raises is a violation
             self.violation = f"{self.name} in {self.now}: {type(error).__name__}: {error}"
@@ -147,26 +149,12 @@ class Tenant:
         return _Round(service, training, self._reference.create(rank, seed))
 
     def _close(self, service: tinker.ServiceClient) -> None:
-        """End the session. Where only the SDK's own clean-up does not end, its tasks are printed and left."""
-        session, loop = service.holder.get_session_id(), service.holder.get_loop()
-        closed = service.close("success")
-        try:
-            closed.result(timeout=CLOSE_S)
-        except FutureTimeoutError:
-            if not self._is_ended(session):
-                closed.result(timeout=STUCK_S)
-                return
-            self.done["ended, and the SDK waits on"] += 1
-            for task in asyncio.all_tasks(loop):
-                task.print_stack(file=sys.stderr)
-
-    def _is_ended(self, session: str) -> bool:
-        """Whether the service counts a session as ended."""
-        body, headers = {"session_id": session}, {"X-API-Key": self.key}
-        with suppress(httpx.HTTPError):
-            answer = httpx.post(f"{self._url}/api/v1/session_heartbeat", json=body, headers=headers, timeout=30)
-            return answer.status_code == httpx.codes.GONE
-        return False
+        """End the session. Cancellations that Python has lost are counted: the service has no part in them."""
+        holder = service.holder
+        closed = service.close("success").future()
+        is_ended = partial(has_ended, self._url, self.key, holder.get_session_id())
+        if wait_until_closed(closed, holder, is_ended, STUCK_S, CHECK_S):
+            self.done[LOST_CANCELLATION] += 1
 
     # Operations.
 
@@ -265,6 +253,16 @@ class Tenant:
             if not np.allclose(got, wanted, rtol=0, atol=tolerance):
                 far = float(np.abs(np.asarray(got, float) - np.asarray(wanted, float)).max())
                 raise ViolationError(f"{subject} are {np.asarray(got)}, not {np.asarray(wanted)} ({far:.2g} away)")
+
+
+def has_ended(url: str, key: str, session: str) -> bool:
+    """Whether the service counts a session as ended; also False if it does not answer."""
+    with suppress(httpx.HTTPError):
+        answer = httpx.post(
+            f"{url}/api/v1/session_heartbeat", json={"session_id": session}, headers={"X-API-Key": key}, timeout=30
+        )
+        return answer.status_code == httpx.codes.GONE
+    return False
 
 
 def _data(rows: list[list[int]]) -> list[types.Datum]:

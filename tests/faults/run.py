@@ -43,7 +43,7 @@ ENGINE_TIMEOUT_S = 3.0
 """Longer than a stop of the engine that is no stall."""
 GROUP_TIMEOUT_S = 12.0
 """The same for processes that compute on busy cores."""
-END_S = 300.0
+END_S = 600.0
 """Longest time from the last fault until every tenant has finished its round."""
 
 
@@ -68,6 +68,8 @@ class Report:
     """Processes of its engine."""
     during: dict[str, int] = field(default_factory=dict)
     """Operations of tenants that were under way when a process was killed or stopped."""
+    stacks: list[str] = field(default_factory=list)
+    """Stacks of the clients when an operation of one had taken too long, as lines."""
 
     @property
     def kills(self) -> int:
@@ -117,7 +119,7 @@ class Run:
         self._proxy = Proxy(plan.seed)
         self._proxy.forward_to(self._service.config.port)
         names = [f"tenant-{number}" for number in range(tenants)]
-        keys = asyncio.run(_make_keys(config.data, names))
+        keys = asyncio.run(make_keys(config.data, names))
         [source] = config.sources()
         self.references = [
             Reference(config.engine_config(source), folder / "reference" / name, config.cluster) for name in names
@@ -154,6 +156,7 @@ class Run:
             violations=violations,
             processes=_describe(self.config),
             during=dict(self._during),
+            stacks=next((tenant.stacks for tenant in self.tenants if tenant.stacks), []),
         )
 
     def _run(self, on_fault: Callable[[int], None]) -> list[str]:
@@ -251,10 +254,12 @@ def _describe(config: ServeConfig) -> str:
     if cluster.is_single:
         return "one engine"
     trainers = f"{cluster.trainers} trainer{'s' * (cluster.trainers > 1)}"
-    return f"{trainers}, {cluster.samplers} samplers{', on Ray' * (cluster.address is not None)}"
+    frontends = f", {config.frontends} front ends" * (config.frontends > 0)
+    return f"{trainers}, {cluster.samplers} samplers{frontends}{', on Ray' * (cluster.address is not None)}"
 
 
-async def _make_keys(data: Path, names: list[str]) -> list[str]:
+async def make_keys(data: Path, names: list[str]) -> list[str]:
+    """API keys of new tenants."""
     data.mkdir(parents=True, exist_ok=True)
     async with open_key_database(data, None) as engine:
         return [(await create_key(engine, name, name))[0] for name in names]
