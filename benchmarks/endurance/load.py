@@ -1,8 +1,8 @@
 """Many clients at once: `python -m benchmarks.endurance.load [--seconds 600] [--clients 200]`.
 
 Each client is a tenant of its own. First every client takes a step every other second, as clients do that sample in
-between: errors, the time of a submission, and memory. Then all clients send as fast as they are answered: tokens of
-each tenant, from which Jain's index of fairness follows.
+between, each at times of its own: errors, the time of a submission, and memory. Then all clients send as fast as they
+are answered: tokens of each tenant, from which Jain's index of fairness follows.
 
 The server and the clients share the machine, and all clients are one process. So a submission is timed twice: by its
 client, and by the server in `tinsmith_http_seconds`, which has buckets. By how much timers of each process are late
@@ -196,7 +196,7 @@ async def _pace(client: Client, end: float, period_s: float, tally: _Tally) -> N
     """A step every period; now and then a sampling session, samples and a checkpoint."""
     rng = random.Random(client.key)
     at = time.monotonic() + rng.random() * period_s
-    number = 0
+    number = rng.randrange(50)  # clients are independent: not all of them sample at their tenth step at once
     while at < end:
         await asyncio.sleep(max(0.0, at - time.monotonic()))
         start = time.perf_counter()

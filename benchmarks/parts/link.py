@@ -1,6 +1,6 @@
-"""The connection to an engine: a socket pair to a child process, against TCP to a process in a seat.
+"""The connection to an engine: a socket pair to a child process, against TCP to a process in a seat, also with TLS.
 
-`python -m benchmarks.parts.link` starts a fake engine in both ways and prints a table: the time of a call that does
+`python -m benchmarks.parts.link` starts a fake engine in each way and prints a table: the time of a call that does
 nothing, and of a pass with 256 rows. It needs no GPU and takes half a minute.
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from tinsmith.engine.base import Datum, LoraSpec, Pass
 from tinsmith.engine.cluster.placement import Subprocesses
+from tinsmith.engine.cluster.tls import Identity
 from tinsmith.engine.cluster.worker import start_engine
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.remote import RemoteEngine
@@ -25,9 +26,13 @@ CALLS, ROUNDS, PASSES, ROWS = 1000, 5, 10, 256
 
 async def main() -> None:
     """Print a row for each way. The ways alternate, so that other work on the machine meets both."""
-    places = Subprocesses()
-    (seat,) = await places.seats(1, name="worker")
-    engines = {"socket pair": await RemoteEngine.start(CONFIG), "TCP": await start_engine(seat, CONFIG, "fake", 1)}
+    plain, encrypted = Subprocesses(), Subprocesses(Identity.new())
+    (seat,), (tls_seat,) = await plain.seats(1, name="worker"), await encrypted.seats(1, name="worker")
+    engines = {
+        "socket pair": await RemoteEngine.start(CONFIG),
+        "TCP": await start_engine(seat, CONFIG, "fake", 1),
+        "TCP with TLS": await start_engine(tls_seat, CONFIG, "fake", 1),
+    }
     calls: dict[str, list[float]] = {name: [] for name in engines}
     passes: dict[str, list[float]] = {name: [] for name in engines}
     for engine in engines.values():
@@ -41,7 +46,8 @@ async def main() -> None:
         p90 = quantiles(calls[name], n=10)[-1]
         print(f"| {name} | {median(calls[name]):.3f} ms | {p90:.3f} ms | {median(passes[name]):.1f} ms |")
         await engine.close()
-    await places.close()
+    await plain.close()
+    await encrypted.close()
 
 
 async def timed(count: int, call: Callable[[], Awaitable[object]]) -> list[float]:

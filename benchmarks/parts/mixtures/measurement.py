@@ -54,13 +54,16 @@ SHAPE = {
 }
 LAYER = {**SHAPE, "hidden_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 1}
 """One layer, for the products of experts."""
+FINE_LAYER = {**LAYER, "hidden_size": 512, "moe_intermediate_size": 192, "num_experts": 64, "num_experts_per_tok": 8}
+"""The same with more and smaller experts, whose products are short of rows and of columns."""
 
 
 def measure(setting: Setting) -> list[Line]:
     """Training with shared prompts, sampling, the products of experts, and routing."""
     with tempfile.TemporaryDirectory() as folder:
         mixture = replace(setting, folder=save_mixture(Path(folder), setting.folder))
-        return [*_speed(mixture), *_product_lines(setting)]
+        products = [*_product_lines(setting, LAYER, 0.5, 0.7), *_product_lines(setting, FINE_LAYER)]
+        return [*_speed(mixture), *products]
 
 
 def save_mixture(folder: Path, tokenizer: Path) -> Path:
@@ -159,11 +162,16 @@ def _datum(prompt: np.ndarray, result: SampleResult, number: int) -> Datum:
     )
 
 
-def _product_lines(setting: Setting) -> list[Line]:
-    """Forward and backward of a layer's experts, against dense products of as many FLOPs and the same sizes."""
+def _product_lines(
+    setting: Setting, shape: dict[str, Any], least: float | None = None, aim: float | None = None
+) -> list[Line]:
+    """Forward and backward of a layer's experts, against dense products of as many FLOPs and the same sizes.
+
+    `least` and `aim` are for the line without an adapter.
+    """
     dtype = getattr(torch, setting.dtype)
     draw = torch.Generator().manual_seed(0)
-    config = Qwen3MoeConfig(**LAYER)
+    config = Qwen3MoeConfig(**shape)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     module = next(module for module in model.modules() if is_expert_stack(module))
     active: Any = SimpleNamespace(placed=())
@@ -197,11 +205,11 @@ def _product_lines(setting: Setting) -> list[Line]:
     seconds = rotate(sides, 10 * setting.turns)
     return [
         Line(
-            work=f"products of experts (32, 4 for each of {ROWS} tokens, {hidden} x {width}{name})",
+            work=f"products of experts ({config.num_experts}, {k} for each of {ROWS} tokens, {hidden} x {width}{name})",
             baseline="dense products of the same sizes, forward and backward",
             unit="x",
-            least=0.5 if not name else None,
-            aim=0.7 if not name else None,
+            least=None if name else least,
+            aim=None if name else aim,
             values=[theirs / own for theirs, own in zip(seconds["dense"], seconds[name], strict=True)],
         )
         for name in list(sides)[1:]
