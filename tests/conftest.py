@@ -13,7 +13,7 @@ import pytest
 
 from tests import forkserver
 
-pytest_plugins = ["tests.conformance.summary"]
+pytest_plugins = ["tests.conformance.summary", "tests.object_stores"]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
