@@ -63,7 +63,8 @@ class EngineOptions(DeviceOptions):
 
     quantize: Quantize = "none"
     """Quantization of the base models. `4bit`: the projections in bitsandbytes' NF4, for a quarter of their bfloat16
-    memory; embeddings, output head and fused experts stay in `dtype`. Adapters and optimizer state are float32."""
+    memory; embeddings, output head, routers and fused experts stay in `dtype`. Adapters and optimizer state are
+    float32."""
 
     check_memory: bool = True
     """Refuse a base model that does not fit into the free memory before anything is read."""

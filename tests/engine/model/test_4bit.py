@@ -3,7 +3,8 @@ pip install 'tinsmith[4bit]'."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.quantization_config import BitsAndBytesConfig
 
-from tests.architectures import save_tiny
+from tests.architectures import MIXTURES, RECURRENT, save_tiny
 from tests.engine.data import pass_for
 from tests.engine.inspection import gradients_of
 from tests.engine.reference import Reference, assert_same
@@ -22,7 +23,10 @@ from tests.engine.sampling.helpers import PROMPT, sample_request, trained_logpro
 from tinsmith.engine.base import AdamParams, LoraSpec
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.exchange.merge import merge
+from tinsmith.engine.images.tower import without_weights
 from tinsmith.engine.lora.quantized_linear import QuantizedLinear, frozen_linear
+from tinsmith.engine.model import footprint, loading, quantization
+from tinsmith.engine.model.mixture.gates import linear_gates
 from tinsmith.engine.process import build
 
 library: Any = pytest.importorskip("bitsandbytes")
@@ -31,8 +35,13 @@ ADAM = AdamParams(learning_rate=0.01)
 LORA = LoraSpec(rank=4, seed=1)
 
 
-def blocks() -> BitsAndBytesConfig:
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+def blocks(skipped: Sequence[str] = ()) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.float32,
+        llm_int8_skip_modules=["lm_head", *skipped] if skipped else None,
+    )
 
 
 def plain_blocks(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -153,11 +162,15 @@ def test_merged_model_has_the_original_weights(
         "gpt2",  # transposed matrices, the general path
         pytest.param("qwen3_next", marks=pytest.mark.slow),  # only its general path has its projections in 4 bits
         pytest.param("gpt_oss", marks=pytest.mark.slow),
+        "hunyuan_v1_moe",  # routers that are linear modules
+        "longcat_flash",  # a router that reads its weight itself
+        "qwen2_moe",  # gates of shared experts
     ],
 )
 def test_type_computes_with_the_dequantized_matrices(model_type: str, tmp_path: Path, wait: Any) -> None:
     save_tiny(model_type, tmp_path / "model")
-    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "model", quantization_config=blocks(), dtype=torch.float32)
+    settings = blocks(["wg", "classifier", "shared_expert_gate"])
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "model", quantization_config=settings, dtype=torch.float32)
     wide = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     for name, module in plain_blocks(packed):
         target = wide.get_submodule(name)
@@ -168,7 +181,7 @@ def test_type_computes_with_the_dequantized_matrices(model_type: str, tmp_path: 
     for folder, quantize in (("model", "4bit"), ("wide", "none")):
         config: Any = {"source": str(tmp_path / folder), "quantize": quantize}
         engine: Any = build(EngineConfig(**config, dtype="float32", device="cpu", threads=1))
-        wait(engine.create("model", LORA))
+        wait(engine.create("model", replace(LORA, train_mlp=model_type != "longcat_flash")))
         wait(engine.run([pass_for("cross_entropy", "model", seed=1)]))
         wait(engine.step("model", ADAM))
         outcomes.append((wait(engine.run([pass_for("cross_entropy", "model", seed=2)])), gradients_of(engine, "model")))
@@ -177,3 +190,21 @@ def test_type_computes_with_the_dequantized_matrices(model_type: str, tmp_path: 
     for actual, expected in zip(left.logprobs, right.logprobs, strict=True):
         np.testing.assert_allclose(actual, expected, atol=5e-5)
     assert_same(left_grads, right_grads)
+
+
+@pytest.mark.parametrize("model_type", [*MIXTURES, *RECURRENT])
+def test_selection_is_what_is_loaded(model_type: str, tmp_path: Path) -> None:
+    """Of modules, and so of bytes; routers and gates have the weights of the file."""
+    save_tiny(model_type, tmp_path)
+    model = loading.read(EngineConfig(source=str(tmp_path), quantize="4bit", dtype="float32", device="cpu")).model
+    packed = dict(plain_blocks(model))
+    plain = without_weights(model.config, torch.float32)
+    assert packed.keys() == quantization.four_bit_modules(plain)
+    stored = sum(parameter.nbytes for parameter in model.parameters())
+    stored += sum(module.weight.quant_state.absmax.nbytes for module in packed.values())
+    assert footprint.footprint(model.config, torch.float32, torch.device("cpu"), four_bit=True).weights == stored
+    original = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for name in linear_gates(plain):
+        torch.testing.assert_close(
+            model.get_submodule(name).weight, original.get_submodule(name).weight, atol=0, rtol=0
+        )

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from tinsmith.atomic import atomic_folder, folder_size
 from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.exchange.expert_forms import Matrices, fused, per_expert
-from tinsmith.engine.images.tower import auto_class
+from tinsmith.engine.images.tower import without_weights
 from tinsmith.engine.lora.adapter import AdapterLayout, AdapterSite, LoraPair
 from tinsmith.engine.lora.saved_spec import PREFIX
 from tinsmith.engine.lora.targets import ExpertTarget, LinearTarget, Target, sites_for, targets
@@ -80,8 +80,7 @@ class ModelFacts:
 
 def facts_of_config(config: PreTrainedConfig, source: str) -> ModelFacts:
     """Facts of the model that transformers builds from a config, without weights."""
-    with torch.device("meta"):
-        return model_facts(auto_class(config).from_config(config), source)
+    return model_facts(without_weights(config), source)
 
 
 def model_facts(model: PreTrainedModel, source: str) -> ModelFacts:

@@ -14,7 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
@@ -25,7 +24,7 @@ from tinsmith.engine.exchange.forms import model_facts
 from tinsmith.engine.exchange.reading import read_pairs
 from tinsmith.engine.exchange.stored_changes import StoredChanges
 from tinsmith.engine.exchange.stored_weights import INDEX, read_weights
-from tinsmith.engine.images.tower import auto_class
+from tinsmith.engine.images.tower import without_weights
 from tinsmith.engine.model.sources import load_errors
 from tinsmith.errors import ConfigError, Unsupported
 
@@ -65,8 +64,7 @@ def merge(adapter: Path, base: Path, to: Path, *, shard_bytes: int = SHARD_BYTES
 
 def _changes(adapter: Path, config: PreTrainedConfig, stored: Collection[str], to: Path) -> StoredChanges:
     """What an adapter in any form changes of the stored weights."""
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config)
+    model = without_weights(config)
     with TemporaryDirectory(dir=to.absolute().parent) as scratch:  # an adapter may be too large for /tmp
         make_readable(adapter, Path(scratch) / "adapter")
         spec, pairs = read_pairs(Path(scratch) / "adapter", model_facts(model, str(adapter)))

@@ -207,6 +207,18 @@ def auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoMode
     return AutoModelForCausalLM if alone else AutoModelForImageTextToText
 
 
+def without_weights(
+    config: PreTrainedConfig, dtype: torch.dtype | None = None, *, with_tower: bool = False
+) -> PreTrainedModel:
+    """The model of this config on PyTorch's meta device, where parameters have shapes and no memory.
+
+    `dtype` is the config's by default; `with_tower` if its vision tower is loaded too.
+    """
+    auto = AutoModelForImageTextToText if with_tower else auto_class(config)
+    with torch.device("meta"):
+        return auto.from_config(config, **({} if dtype is None else {"dtype": dtype}))
+
+
 def detach(
     model: PreTrainedModel, processor: Any, cache_bytes: int = CACHE_BYTES
 ) -> tuple[PreTrainedModel, VisionTower]:

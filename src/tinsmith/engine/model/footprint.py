@@ -1,7 +1,6 @@
 """Memory that a base model takes, computed from its config before any weight is read; refuses what does not fit.
 
-The model is made on PyTorch's meta device, where parameters have shapes and no memory. Not counted are activations,
-adapters and the KV cache: their settings take what is left.
+Not counted are activations, adapters and the KV cache: their settings take what is left.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import AutoModelForImageTextToText, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from tinsmith.engine.images import tower
+from tinsmith.engine.images.tower import without_weights
 from tinsmith.engine.model import quantization
 from tinsmith.engine.model.memory import free_bytes
 from tinsmith.errors import ConfigError
@@ -42,19 +41,17 @@ def footprint(
     config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, *, four_bit: bool, with_tower: bool = False
 ) -> Footprint:
     """The footprint of a model of this config; `with_tower` if its vision tower is loaded too."""
-    with torch.device("meta"):
-        auto = AutoModelForImageTextToText if with_tower else tower.auto_class(config)
-        model = auto.from_config(config, dtype=dtype)
+    model = without_weights(config, dtype, with_tower=with_tower)
     head = model.get_output_embeddings()
+    packed = quantization.four_bit_modules(model) if four_bit else set[str]()
     weights, largest, seen = 0, 0, set[int]()
-    for module in model.modules():
-        packed = four_bit and isinstance(module, nn.Linear) and module is not head
+    for name, module in model.named_modules():
         values = 0
         for parameter in module.parameters(recurse=False):
             values += parameter.numel()
             if id(parameter) not in seen:  # tied weights are one
                 seen.add(id(parameter))
-                bits = NF4_BITS if packed and parameter.ndim == 2 else 8 * parameter.element_size()
+                bits = NF4_BITS if name in packed and parameter.ndim == 2 else 8 * parameter.element_size()
                 weights += int(parameter.numel() * bits) // 8
         largest = max(largest, 0 if isinstance(module, nn.Embedding) else values)
     head_copies = (2 if device.type == "cpu" else 1) * (head.weight.numel() if head is not None else 0)

@@ -3,7 +3,8 @@
 Checkpoints in MXFP4 (gpt-oss) and in blocks of FP8 (DeepSeek) are converted to the serving dtype while they are read,
 tensor by tensor; MXFP4 has no value that bfloat16 lacks, so that conversion is exact. Other quantized checkpoints are
 refused by name. 4-bit weights are bitsandbytes' NF4: the projections become its Linear4bit, while embeddings, the
-output head and experts that are fused into one parameter stay in the serving dtype. Adapters are not quantized.
+output head, routers and experts that are fused into one parameter stay in the serving dtype. Adapters are not
+quantized.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import BitsAndBytesConfig, FineGrainedFP8Config, Mxfp4Config
 
+from tinsmith.engine.images.tower import without_weights
+from tinsmith.engine.model.mixture.gates import linear_gates
 from tinsmith.engine_options import Quantize
 from tinsmith.errors import ConfigError, Unsupported
 
@@ -49,12 +55,35 @@ def load_options(
         return {}
     _require_bitsandbytes(source)
     # Without a device, transformers would put 4-bit weights on a GPU wherever there is one.
-    return {"quantization_config": four_bit_config(dtype), "device_map": {"": device}}
+    return {"quantization_config": four_bit_config(without_weights(config, dtype)), "device_map": {"": device}}
 
 
-def four_bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """NF4 weights whose products are computed in `dtype`."""
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+def four_bit_config(model: PreTrainedModel) -> BitsAndBytesConfig:
+    """NF4 weights of a model's projections, whose products are computed in its dtype."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=model.dtype,
+        llm_int8_skip_modules=_kept(model),
+    )
+
+
+def four_bit_modules(model: PreTrainedModel) -> set[str]:
+    """Paths of the modules of a plain model whose weights are in 4 bits after `four_bit_config`."""
+    kept = _kept(model)
+    return {
+        name
+        for name, module in model.named_modules()
+        # Subclasses of Linear have products of their own.
+        if (type(module) is nn.Linear or isinstance(module, Conv1D)) and should_convert_module(name, kept)
+    }
+
+
+def _kept(model: PreTrainedModel) -> list[str]:
+    """Modules whose weights stay as they are, as patterns of transformers: the output head, routers and gates of
+    mixtures, and what the model's own code has in float32."""
+    in_float32 = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    return sorted({*get_keys_to_not_convert(model), *linear_gates(model), *in_float32})
 
 
 def keep_blocks(model: nn.Module) -> None:

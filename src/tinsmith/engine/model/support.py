@@ -89,6 +89,12 @@ def is_expert_stack(module: nn.Module) -> bool:
     return set(dir(module)) >= EXPERT_LAYOUT and not module.has_post_expert_norm
 
 
+def holds_experts(module: nn.Module) -> bool:
+    """Whether a module holds the weights of a layer's experts, in any layout."""
+    stacked = any(parameter.ndim > 2 for parameter in module.parameters(recurse=False))
+    return is_expert_stack(module) or (stacked and "Experts" in type(module).__name__)
+
+
 def _matrices(model: PreTrainedModel) -> tuple[set[str], set[str]]:
     """Paths of the body's linear modules, and of its matrices outside linear modules, embeddings and norms, without
     the numbers of layers."""
