@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests import forkserver
+from tests import forkserver, lost_cancellations
 
 pytest_plugins = ["tests.conformance.summary", "tests.object_stores"]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+lost_cancellations.mend()
 # SDK clients outlive the servers of their tests and would log connection errors until the process ends.
 logging.getLogger("tinker.lib.internal_client_holder").addHandler(logging.NullHandler())
 

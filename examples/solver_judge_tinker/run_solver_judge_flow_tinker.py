@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import tinker
@@ -68,7 +69,9 @@ async def main(words: argparse.Namespace) -> None:
     )
     ids = [str(number // words.attempts) for number in range(len(tasks))]
     report(await workflows.execute_tasks(tasks, ids), words.out)
-    await service.close("success")
+    with suppress(TimeoutError):  # on Python 3.11 close() rarely waits for ever (docs/pitfalls.md)
+        async with asyncio.timeout(30):
+            await service.close("success")
 
 
 def report(episodes: list[Episode], out: Path | None) -> None:

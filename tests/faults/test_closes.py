@@ -26,7 +26,7 @@ import pytest
 import tinker
 from tinker.lib.telemetry import Telemetry
 
-from tests import forkserver
+from tests import forkserver, lost_cancellations
 from tests.faults.clients import LOST_CANCELLATION, STUCK_S, has_ended
 from tests.faults.closes import CHECK_S, awaits, stacks, wait_until_closed
 from tests.faults.plan import Plan
@@ -80,8 +80,9 @@ class Client:
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="asyncio.wait_for loses no cancellation any more")
-def test_close_that_lost_its_cancellation_ends_by_a_second_one() -> None:
+def test_close_that_lost_its_cancellation_ends_by_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if `wait_until_closed` does not repeat the cancellation, and shows what holds up `close()` in the SDK."""
+    monkeypatch.setattr(asyncio, "wait_for", lost_cancellations.ORIGINAL)
 
     async def close() -> None:
         client = Client(0.25)
@@ -97,6 +98,30 @@ def test_close_that_lost_its_cancellation_ends_by_a_second_one() -> None:
         assert await asyncio.to_thread(wait_until_closed, closed, client, lambda: True, 20.0, 0.5) == 1
 
     asyncio.run(close())
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_wait_for_of_tests_loses_no_cancellation(turns: int) -> None:
+    """The task is cancelled some turns of the loop after what it waits for has come. That of Python 3.11
+    loses it after 0 to 2 turns."""
+
+    async def main() -> None:
+        event = asyncio.Event()
+
+        async def wait_and_go_on() -> None:
+            await asyncio.wait_for(event.wait(), 60)
+            await asyncio.sleep(60)
+
+        waiting = asyncio.create_task(wait_and_go_on())
+        await asyncio.sleep(0.01)
+        event.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting], timeout=20)
+        assert waiting.cancelled()
+
+    asyncio.run(main())
 
 
 def test_stacks_name_what_waits() -> None:

@@ -30,7 +30,9 @@ def preload() -> None:
     import tinsmith.engine.torch_engine
     import tinsmith.runner
     import tinsmith.service.server  # noqa: F401
+    from tests import lost_cancellations
 
+    lost_cancellations.mend()
     assert len(os.listdir("/proc/self/task")) == 1, "a thread does not survive a fork"
     gc.collect()
     gc.freeze()
