@@ -10,10 +10,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 
 from tests import forkserver, lost_cancellations
 
 pytest_plugins = ["tests.conformance.summary", "tests.object_stores"]
+
+# The same examples in each run, and no time limits: a machine of CI may stand still for seconds.
+hypothesis_settings.register_profile(
+    "steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+hypothesis_settings.load_profile("steady")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
@@ -11,15 +10,15 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from tests.service.support.databases import free_port
+
 
 @pytest.fixture(scope="module")
 def s3_server() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """(URL, process) of moto's S3 server, with a bucket."""
     for name in ("moto", "obstore"):
         pytest.importorskip(name, reason="needs the extra `cluster` and moto[server]")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
         stdout=subprocess.DEVNULL,
@@ -36,11 +35,13 @@ def s3_server() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
-        for _ in range(300):
+        deadline = time.monotonic() + 100
+        while True:
             try:
-                urlopen(Request(f"{url}/bucket", method="PUT"), timeout=5).close()
+                urlopen(Request(f"{url}/bucket", method="PUT"), timeout=60).close()
                 break
             except OSError:
+                assert time.monotonic() < deadline, "moto's server does not answer"
                 time.sleep(0.1)
         yield url, server
     server.kill()

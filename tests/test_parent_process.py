@@ -15,9 +15,9 @@ import os, time
 from tinsmith.service.embedded import on_parent_end
 on_parent_end(0, lambda: os._exit(0))
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
-FORKING = "import os, time; os.fork(); print('ready', flush=True); time.sleep(60)"
+FORKING = "import os, time; os.fork(); print('ready', flush=True); time.sleep(600)"
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + FORKING
 IMPATIENT = "from tinsmith.engine.vllm import guard; guard.GRACE_S = 0.1; guard.main()"
 
@@ -26,7 +26,7 @@ import subprocess, sys, time
 child = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 child.stdout.readline()
 print(child.pid, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -41,7 +41,7 @@ def test_child_ends_when_its_parent_is_killed(command: list[str]) -> None:
         child = psutil.Process(int(parent.stdout.readline()))
         family = [child, *child.children(recursive=True)]
         parent.kill()
-    assert psutil.wait_procs(family, timeout=20)[1] == []
+    assert psutil.wait_procs(family, timeout=100)[1] == []
 
 
 def test_children_of_a_guarded_program_end_with_it() -> None:
@@ -52,4 +52,4 @@ def test_children_of_a_guarded_program_end_with_it() -> None:
         children = psutil.Process(program.pid).children(recursive=True)
         assert len(children) == 2  # its own child, and the guard
         program.kill()
-    assert psutil.wait_procs(children, timeout=20)[1] == []
+    assert psutil.wait_procs(children, timeout=100)[1] == []

@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,13 +42,32 @@ service: {engine: fake, source: tiny}
 
 
 PACE = """
-import os, time
+import os, select, signal, time
+from pathlib import Path
+
+calls = 0
 
 def pace(task, rollout):
+    global calls
+    calls += 1
     time.sleep(float(os.environ.get("PACE_S", "0")))
+    if calls == int(os.environ.get("HOLD_AT", "0")):
+        hold(Path(os.environ["HOLDS"]))
     return 0.0
+
+def hold(file):
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write)
+    file.touch()
+    while file.exists() and not select.select([read], [], [], 0.01)[0]:
+        pass
+    signal.set_wakeup_fd(before)
 """
-"""A reward that makes a run slow enough for a signal that is sent after five rows of metrics to arrive in time."""
+"""A reward whose call HOLD_AT in a process makes the file HOLDS, and returns once a signal has arrived or a test has
+removed the file; each call takes PACE_S seconds."""
+HOLD_AT = 100
+"""A call in step 6, of 12: 16 in a step, 6 in an evaluation."""
 STEPS = 12
 
 
@@ -71,7 +91,7 @@ def tinsmith(work: Path, *words: str, **extra: str) -> subprocess.CompletedProce
     """Run a command in `work` to its end; `extra` are environment variables."""
     command = [sys.executable, "-m", "tinsmith", *words]
     return subprocess.run(
-        command, cwd=work, capture_output=True, text=True, timeout=100, check=False, env={**environment(), **extra}
+        command, cwd=work, capture_output=True, text=True, timeout=200, check=False, env={**environment(), **extra}
     )
 
 
@@ -81,22 +101,28 @@ def complete_run(work: Path) -> subprocess.CompletedProcess[str]:
     return tinsmith(work, "run", "small.yaml")
 
 
+def wait_for(holds: Callable[[], bool], log: Path) -> None:
+    """Wait until `holds()`, at most 200 seconds; `log` is shown if it does not."""
+    deadline = time.monotonic() + 200
+    while not holds():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.01)
+
+
 def run_and_send(work: Path, number: int, folder: str, *overrides: str) -> int:
-    """Start a run, send it a signal after some steps, and return its exit status."""
+    """Start a run, send it a signal in the middle of a step, and return its exit status."""
     command = [sys.executable, "-m", "tinsmith", "run", "small.yaml", f"folder={folder}", *overrides]
-    written = work / folder / "metrics.jsonl"
+    holds = work / "holds"
+    holds.unlink(missing_ok=True)
     with (work / "log").open("w") as log:
         # A shell may start tests in the background with SIGINT ignored, and children inherit that.
         reset_sigint = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        process = subprocess.Popen(
-            command, cwd=work, stdout=log, stderr=log, env={**environment(), "PACE_S": "0.01"}, preexec_fn=reset_sigint
-        )
-        deadline = time.monotonic() + 90
-        while not (written.exists() and written.read_text().count("\n") >= 5) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        variables = {**environment(), "HOLD_AT": str(HOLD_AT), "HOLDS": str(holds)}
+        process = subprocess.Popen(command, cwd=work, stdout=log, stderr=log, env=variables, preexec_fn=reset_sigint)
+        wait_for(holds.exists, work / "log")
         process.send_signal(number)
-        process.wait(20)
-    assert json.loads((work / folder / "state.json").read_text())["step"] < STEPS
+        process.wait(100)
+    assert 0 < json.loads((work / folder / "state.json").read_text())["step"] < STEPS
     return process.returncode
 
 
@@ -216,21 +242,19 @@ def test_serve_responds_until_terminated(work, tiny_llama):
     command += ["--model", "other=toy", "--port", "0", "--data", str(work / "data"), "--api-key", "tml-mine"]
     with (work / "serve.log").open("w") as log:
         process = subprocess.Popen(command, cwd=work, stdout=log, stderr=log, env=environment())
-    deadline = time.monotonic() + 60
-    while "http://" not in (work / "serve.log").read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    url = next(word for word in (work / "serve.log").read_text().split() if "http://" in word).rpartition("=")[2]
-    while status(f"{url}/api/v1/healthz") == 503 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    shown = work / "serve.log"
+    wait_for(lambda: re.search(r"http://\S+\s", shown.read_text()) is not None, shown)
+    url = next(word for word in shown.read_text().split() if "http://" in word).rpartition("=")[2]
+    wait_for(lambda: status(f"{url}/api/v1/healthz") != 503, shown)
     assert status(f"{url}/api/v1/healthz") == 200
     process.terminate()
-    assert process.wait(10) == 0
+    assert process.wait(100) == 0
 
 
 def status(url: str) -> int:
     """HTTP status of a GET request."""
     try:
-        with urllib.request.urlopen(url, timeout=10) as response:
+        with urllib.request.urlopen(url, timeout=60) as response:
             return response.status
     except urllib.error.HTTPError as error:
         return error.code
@@ -258,7 +282,7 @@ def test_serve_prints_a_new_key_once_and_never_logs_it(work):
         assert process.stderr is not None
         log = next(line for line in process.stderr if "Ready" in line)
         process.terminate()
-        out, rest = process.communicate(timeout=15)
+        out, rest = process.communicate(timeout=100)
         shown.append(out)
         assert "tml-" not in log + rest
     assert shown == [f"TINKER_API_KEY={(work / 'data' / 'api-key').read_text()}", ""]

@@ -39,7 +39,7 @@ def tinsmith(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; `extra` are environment variables."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TINKER_")}
     command = [sys.executable, "-m", "tinsmith", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env={**clean, **extra})
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env={**clean, **extra})
 
 
 def test_working_machine_has_no_failures_and_no_leftovers(tmp_path: Path) -> None:

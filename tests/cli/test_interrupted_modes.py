@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_commands import RUN_FILE, STEPS, environment, metrics
-from tests.cli.test_interruption import until
+from tests.cli.test_commands import RUN_FILE, STEPS, environment, metrics, wait_for
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
@@ -72,7 +71,7 @@ class Work:
 
     def wait_for(self, name: str, text: str) -> None:
         """Wait until a command has printed a text."""
-        until(lambda: text in self.printed(name))
+        wait_for(lambda: text in self.printed(name), self._log(name))
 
     def printed(self, name: str) -> str:
         """What a command has printed so far, on one line."""

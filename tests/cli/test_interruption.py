@@ -7,14 +7,22 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 import pytest
 
-from tests.cli.test_commands import PACE, RUN_FILE, STEPS, environment, error_of, metrics, run_and_send, tinsmith
+from tests.cli.test_commands import (
+    PACE,
+    RUN_FILE,
+    STEPS,
+    environment,
+    error_of,
+    metrics,
+    run_and_send,
+    tinsmith,
+    wait_for,
+)
 from tinsmith.cli import STOPPED_EARLY
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -67,11 +75,11 @@ def test_second_ctrl_c_ends_at_once_and_leaves_nothing_running(work):
             env=environment(),
         )
         for text in ("hangs now", "Ctrl-C again"):
-            until(lambda text=text: text in (work / "ended.log").read_text())
+            wait_for(lambda text=text: text in (work / "ended.log").read_text(), work / "ended.log")
             process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
+        assert process.wait(100) == 130
     with (work / "runs" / "ended" / "service" / "lock").open() as lock:
-        until(lambda: _is_free(lock))
+        wait_for(lambda: _is_free(lock), work / "ended.log")
 
 
 def _is_free(lock: IO[str]) -> bool:
@@ -80,14 +88,6 @@ def _is_free(lock: IO[str]) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Wait at most 60 seconds until `holds()`."""
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_interrupted_run_names_its_folder_with_resume_rename(work):

@@ -7,20 +7,21 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.cli.test_commands import PACE, RUN_FILE, STEPS, environment, metrics, tinsmith
+from tests.cli.test_commands import PACE, RUN_FILE, STEPS, environment, metrics, tinsmith, wait_for
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
 WORDS = ("run", "small.yaml", "folder=runs/two", "buffer={type: file}", "sync.timeout=400", "staleness=1")
+ROLLOUTS = 16
+"""Of a step; each has a reward."""
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +34,13 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def started(work: Path, mode: str, server: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A running process of a mode, killed at the end of the block."""
+def started(work: Path, mode: str, server: dict[str, str], hold_at: int = 0) -> Iterator[subprocess.Popen[bytes]]:
+    """A running process of a mode, killed at the end of the block. It stops at its reward number `hold_at`, so that the
+    run does not go on meanwhile, until the file `holds` is removed."""
     command = [sys.executable, "-m", "tinsmith", *WORDS, f"mode={mode}"]
     with (work / f"{mode}.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=work, env={**environment(), **server}, stdout=log, stderr=log)
+        variables = {**environment(), **server, "HOLD_AT": str(hold_at), "HOLDS": str(work / "holds")}
+        process = subprocess.Popen(command, cwd=work, env=variables, stdout=log, stderr=log)
         try:
             yield process
         finally:
@@ -46,16 +49,19 @@ def started(work: Path, mode: str, server: dict[str, str]) -> Iterator[subproces
 
 
 def training_rows(work: Path) -> list[dict[str, float]]:
-    """Rows of metrics.jsonl, one for each step trained so far."""
-    folder = work / "runs" / "two"
-    return [row for row in metrics(folder) if "reward/mean" in row] if (folder / "metrics.jsonl").exists() else []
+    """Rows of metrics.jsonl, one for each step."""
+    return [row for row in metrics(work / "runs" / "two") if "reward/mean" in row]
+
+
+def trained_steps(work: Path) -> int:
+    """Steps trained so far; the last row may be written at this moment."""
+    file = work / "runs" / "two" / "metrics.jsonl"
+    return file.read_bytes().count(b"reward/mean") if file.exists() else 0
 
 
 def kill_after(work: Path, steps: int, process: subprocess.Popen[bytes]) -> None:
     """Kill a process once `steps` steps are trained."""
-    deadline = time.monotonic() + 400
-    while len(training_rows(work)) < steps and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for(lambda: trained_steps(work) >= steps, work / "train.log")
     assert process.poll() is None
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
@@ -69,10 +75,13 @@ def test_two_processes_share_a_run_and_survive_kills(work, tiny_llama):
     with embedded(ServeConfig(models=(f"tiny={tiny_llama}",), engine="fake", data=work / "met")) as (url, key):
         server = {"TINKER_BASE_URL": url, "TINKER_API_KEY": key}
         with started(work, "train", server) as trainer:
-            with started(work, "explore", server) as sampler:
+            with started(work, "explore", server, hold_at=4 * ROLLOUTS + 1) as sampler:
                 kill_after(work, 2, sampler)
-            with started(work, "explore", server) as sampler:
+            (work / "holds").unlink(missing_ok=True)
+            with started(work, "explore", server, hold_at=5 * ROLLOUTS + 1) as sampler:
                 kill_after(work, 6, trainer)
+                wait_for((work / "holds").exists, work / "explore.log")
+                (work / "holds").unlink()
                 with started(work, "train", server) as restarted:
                     assert_success(work, "train", restarted)
                 assert_success(work, "explore", sampler)

@@ -94,7 +94,7 @@ def test_sdk_trains_polls_and_downloads_through_nginx(tmp_path: Path, monkeypatc
             assert httpx.get(link).json()["r"] == 4
             stream = {"model": "toy", "prompt": "ab", "max_tokens": 4, "stream": True}
             with httpx.stream(
-                "POST", f"{url}/v1/completions", json=stream, headers={"Authorization": "Bearer tml-x"}, timeout=30
+                "POST", f"{url}/v1/completions", json=stream, headers={"Authorization": "Bearer tml-x"}, timeout=100
             ) as response:
                 assert [line for line in response.iter_lines() if line][-1] == "data: [DONE]"
             assert httpx.get(f"{url}/metrics").status_code == 401  # a request through the proxy is not of this machine

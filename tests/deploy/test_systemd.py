@@ -35,7 +35,9 @@ def test_systemd_accepts_the_unit(tmp_path: Path, unit: str) -> None:
     program.chmod(0o755)
     for file in DEPLOY.glob("tinsmith*.*"):
         (tmp_path / file.name).write_text(file.read_text().replace(PROGRAM, str(program)))
-    checked = subprocess.run(["systemd-analyze", "verify", tmp_path / unit], capture_output=True, text=True, timeout=30)
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", tmp_path / unit], capture_output=True, text=True, timeout=100
+    )
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
@@ -50,7 +52,7 @@ def test_command_of_the_unit_serves_and_notifies(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "tinsmith", *shlex.split(command)[1:]]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
-        systemd.settimeout(30)
+        systemd.settimeout(100)
         environment = {**os.environ, "NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "200000"}
         with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
             states = [systemd.recv(100).decode()]
@@ -61,7 +63,7 @@ def test_command_of_the_unit_serves_and_notifies(tmp_path: Path) -> None:
             while states[-1] != "STOPPING=1":
                 states.append(systemd.recv(100).decode())
             assert server.wait(float(setting("tinsmith.service", "TimeoutStopSec"))) == 0
-            assert time.monotonic() - begun < 10
+            assert time.monotonic() - begun < 60
             assert server.stdout is not None
             assert server.stdout.read().startswith(b"TINKER_API_KEY=")  # which the unit keeps out of the journal
     assert setting("tinsmith.service", "StandardOutput") == "null"

@@ -14,13 +14,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.service.support.databases import free_port
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [
@@ -95,12 +96,6 @@ def environment(folder: Path) -> dict[str, str]:
         "COLUMNS": "120",
         "TINSMITH_DATASETS": str(folder / "datasets"),
     }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.service.support.databases import free_port
 
 COOKBOOK = "tinker-cookbook==0.6.1"
 ITS_NEEDS = (
@@ -60,13 +61,11 @@ def install_cookbook(folder: Path) -> Path:
 
 @contextmanager
 def serving(workplace: Path, data: Path, models: Sequence[str], *options: str) -> Iterator[str]:
-    """Address of `tinsmith serve` in the folder, which must end within ten seconds of SIGTERM.
+    """Address of `tinsmith serve` in the folder, which must end within a minute of SIGTERM.
 
     `options`: more of its command line.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "tinsmith", "serve", "--dtype", "float32", "--api-key", KEY]
     command += ["--port", str(port), "--data", str(data)]
     for model in models:
@@ -79,7 +78,7 @@ def serving(workplace: Path, data: Path, models: Sequence[str], *options: str) -
         yield address
     finally:
         server.terminate()
-        assert server.wait(timeout=10) == 0
+        assert server.wait(timeout=60) == 0
 
 
 def run_recipe(python: Path, workplace: Path, url: str, name: str, settings: dict[str, object]) -> list[dict[str, Any]]:

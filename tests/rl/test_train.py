@@ -149,6 +149,7 @@ def test_final_weights_are_saved_for_training_and_sampling(tmp_path):
 
 def test_hundreds_of_concurrent_rollouts_use_no_threads(tmp_path):
     under_way, most, threads = 0, 0, set()
+    all_begun = asyncio.Event()
 
     class Slow(ScriptedPolicy):
         async def snapshot(self):
@@ -159,9 +160,12 @@ def test_hundreds_of_concurrent_rollouts_use_no_threads(tmp_path):
                 nonlocal under_way, most
                 under_way += 1
                 most = max(most, under_way)
-                await asyncio.sleep(0.05)
+                if under_way == 256:
+                    all_begun.set()
+                async with asyncio.timeout(100):
+                    await all_begun.wait()
                 under_way -= 1
-                threads.add(threading.active_count())
+                threads.update(set(threading.enumerate()) - before)
                 return await sample(prompt, count=count, seed=seed, sampling=sampling)
 
             snapshot.sample = slow
@@ -170,10 +174,11 @@ def test_hundreds_of_concurrent_rollouts_use_no_threads(tmp_path):
     async def connect(state, version):
         return Slow(("no", "yes"), tmp_path / "weights", state=state, version=version)
 
-    before = threading.active_count()
-    run(settings(tmp_path, groups_per_step=256, group_size=2, steps=2, concurrency=256, eval={"every": 0}), connect)
+    before = set(threading.enumerate())
+    alone = {"every": 0, "before": False, "after": False}
+    run(settings(tmp_path, groups_per_step=256, group_size=2, steps=2, concurrency=256, eval=alone), connect)
     assert most == 256
-    assert threads == {before + 1}  # the watchdog of the event loop
+    assert [thread.name for thread in threads] == ["event-loop-watchdog"]
 
 
 def epoch_settings(folder, **changes):

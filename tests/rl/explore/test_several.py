@@ -230,10 +230,21 @@ def test_newest_process_of_a_name_takes_over(tmp_path):
     machines = Machines(tmp_path, staleness=1)
 
     async def main() -> str:
+        buffer = SqlBuffer(f"sqlite:///{tmp_path}/buffer.db", "small")
+        owners = [""]
+
+        async def new_owner() -> bool:
+            """Whether the name belongs to another process than before."""
+            record = await read_tasks(buffer)
+            owner = record.owners["a"] if record is not None else ""
+            owners.append(owner)
+            return owner != owners[-2]
+
         first = asyncio.create_task(machines.sampler("a"))
-        await until(lambda: read_tasks(SqlBuffer(f"sqlite:///{tmp_path}/buffer.db", "small")))
+        await until(new_owner)
         second = asyncio.create_task(machines.sampler("a", "another machine"))
-        await asyncio.sleep(0.5)
+        await until(new_owner)
+        await buffer.close()
         await machines.trainer()
         await second
         (error,) = await asyncio.gather(first, return_exceptions=True)

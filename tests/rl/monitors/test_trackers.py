@@ -6,7 +6,6 @@ import asyncio
 import io
 import json
 import os
-import socket
 import struct
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from tests.rl.scripted_run import rows, run, settings
+from tests.service.support.databases import free_port
 from tinsmith.cli import run_file
 from tinsmith.errors import ConfigError
 from tinsmith.rl import monitors
@@ -179,9 +179,7 @@ def test_wandb_online_without_a_key_ends_before_the_model_loads(tmp_path, logged
 
 
 def closed_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 @pytest.mark.parametrize("place", ["environment", "netrc", "settings"])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.rl.scripted_run import REPLIES, rows, run, settings
+from tests.rl.virtual_clock import run_virtually
 from tinsmith.rl.policy import request_limit
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot
 from tinsmith.rl.policy.request_limit import RequestLimit
@@ -70,7 +71,7 @@ def played(server: Snapshot, limit: RequestLimit, tasks: int = 4, size: int = 3,
     runner = RolloutRunner(RolloutConfig(**config), limit)
     made = [Task(id=str(at), messages=()) for at in range(tasks)]
     workflow = workflow or Concurrent()
-    return asyncio.run(runner.run_groups(workflow, made, server, size=size, seeds=range(tasks)))
+    return run_virtually(runner.run_groups(workflow, made, server, size=size, seeds=range(tasks)))
 
 
 @pytest.mark.parametrize("size", [1, 5])
@@ -126,7 +127,7 @@ def test_time_of_an_attempt_stands_still_while_its_requests_wait():
         (group,) = await rolling
         return [rollout.error for rollout in group.rollouts]
 
-    assert asyncio.run(main()) == ["", ""]
+    assert run_virtually(main()) == ["", ""]
 
 
 def test_time_of_an_attempt_runs_while_a_request_is_answered():

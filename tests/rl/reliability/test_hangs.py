@@ -30,7 +30,7 @@ from tinsmith.service.embedded import end_child, start_child, url_of
 pytestmark = pytest.mark.usefixtures("in_folder")
 
 KEY = "tml-" + "h" * 32
-ROLLOUT_SECONDS = 8
+ROLLOUT_SECONDS = 12
 """Time limit of a rollout, which the first hang outlasts."""
 AWAY, BACK = "the run waits for it", "responds again after"
 
@@ -79,9 +79,10 @@ def wait_until(holds: Callable[[], bool], fault: str) -> None:
 class Hangs:
     """A hook that stops the server before some requests reach it, until the run has noticed and `seconds` more."""
 
-    def __init__(self, server: Server, notices: Callable[[], int], *places: tuple[str, int, float]) -> None:
-        """`places`: name of a request, which one of that name, seconds. `notices`: how often the run has noticed."""
-        self._server, self._notices, self._left = server, notices, list(places)
+    def __init__(self, server: Server, noticed: Callable[[], bool], *places: tuple[str, int, float]) -> None:
+        """`places`: name of a request, which one of that name, seconds. `noticed`: whether the run counts the server as
+        away."""
+        self._server, self._noticed, self._left = server, noticed, list(places)
         self._counts = dict[str, int]()
         self.threads: list[threading.Thread] = []
 
@@ -91,13 +92,13 @@ class Hangs:
             if self._left and self._left[0][:2] == (name, count):
                 seconds = self._left.pop(0)[2]
                 self._server.stop()
-                self.threads.append(threading.Thread(target=self._go_on, args=(self._notices() + 1, seconds)))
+                self.threads.append(threading.Thread(target=self._go_on, args=(seconds,)))
                 self.threads[-1].start()
         return "pass"
 
-    def _go_on(self, notices: int, seconds: float) -> None:
+    def _go_on(self, seconds: float) -> None:
         try:
-            wait_until(lambda: self._notices() >= notices, "the run has not noticed")
+            wait_until(self._noticed, "the run has not noticed")
             time.sleep(seconds)
         finally:
             self._server.go_on()
@@ -118,7 +119,7 @@ def test_run_waits_for_a_server_that_hangs(
     folder = work.folder / "hung"
     with served(work.folder / "hanging", forked_programs) as server:
         places = ("asample", 3, ROLLOUT_SECONDS + 2.0), ("forward_backward", 2, 0.0), ("optim_step", 3, 0.0)
-        hangs = Hangs(server, lambda: count(AWAY), *places)
+        hangs = Hangs(server, lambda: count(AWAY) > count(BACK), *places)
         with proxied(server.url, hangs) as proxy:
             words = (f"folder={folder}", f"model.base_url={proxy.url}", f"rollout.timeout={ROLLOUT_SECONDS}")
             train_config(read_run(work.folder / "run.yaml", words).settings, Console(quiet=True))
@@ -137,7 +138,12 @@ def test_process_of_a_run_waits_for_a_server_that_hangs(work: Work, forked_progr
     """
     folder, log = work.folder / "hung-process", work.folder / "hung-process.log"
     with served(work.folder / "hanging-process", forked_programs) as server:
-        hangs = Hangs(server, lambda: log.read_text().count(AWAY), ("asample", 3, 70.0), ("optim_step", 3, 0.0))
+
+        def is_away() -> bool:
+            text = log.read_text()
+            return text.count(AWAY) > text.count(BACK)
+
+        hangs = Hangs(server, is_away, ("asample", 3, 70.0), ("optim_step", 3, 0.0))
         with proxied(server.url, hangs) as proxy:
             process = start(work.folder, folder, proxy.url, KEY, "rollout.timeout=40", "model.wait=600")
             assert process.wait(4 * SECONDS) == 0, log.read_text()

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from rich.console import Console
 
+from tests.rl.rewards.test_arithmetic import least_seconds
 from tests.rl.rewards.test_rewards import answer, said
 from tests.rl.scripted_run import rows, scripted, settings
 from tinsmith.rl.data.sources import ReasoningGym
@@ -28,6 +29,7 @@ from tinsmith.rl.types import Task
 POLICY = ScriptedSnapshot(("",), np.zeros(1), 0)
 SLOW = r"so it is \boxed{9^{9^{9^{9}}}}"
 """math-verify computes this number, or would."""
+COMPARE = "tinsmith.rl.scoring.mathematics:compare"
 GYM = ReasoningGym(dataset="basic_arithmetic", size=3).load()[1]
 
 
@@ -60,37 +62,47 @@ def test_scores_are_those_of_this_process(reward, task, texts):
 
 
 def test_slow_replies_are_wrong_and_leave_the_event_loop_free(capfd):
-    longest_pause = 0.0
+    turns = 0
 
     async def watch() -> None:
-        nonlocal longest_pause
+        nonlocal turns
         while True:
-            begin = time.monotonic()
             await asyncio.sleep(0.01)
-            longest_pause = max(longest_pause, time.monotonic() - begin)
+            turns += 1
 
-    async def work() -> list[Score]:
+    async def work() -> tuple[list[Score], int, float]:
+        nonlocal turns
+        pool = ScoringPool(2)
+        rewards = Rewards([Math(timeout=1)], pool=pool)
         watcher = asyncio.create_task(watch())
+        (trajectory,) = said(SLOW).trajectories
         try:
-            return await pooled(Math(timeout=1), answer("72"), *(SLOW,) * 4, f"<answer>72</answer>{SLOW}")
+            await asyncio.gather(*(pool.call(COMPARE, "1", "1", seconds=100) for _ in range(2)))  # both have started
+            turns, begin = 0, time.monotonic()
+            scores = await asyncio.gather(*(rewards.score(answer("72"), trajectory, POLICY) for _ in range(4)))
+            return scores, turns, time.monotonic() - begin
         finally:
             watcher.cancel()
+            await pool.close()
 
-    begin = time.monotonic()
-    *slow, right = asyncio.run(work())
+    slow, turns_meanwhile, seconds = asyncio.run(work())
     assert [(score.value, score.correct) for score in slow] == [(-0.1, False)] * 4
-    assert (right.value, right.correct) == (0.9, True)  # only the tagged text is compared
-    assert time.monotonic() - begin > 2  # two rounds of two processes, each of one second
-    assert longest_pause < 0.5
+    assert seconds > 2  # two rounds of two processes, each of one second
+    assert turns_meanwhile > 20  # not a limit of the longest pause, which a busy machine makes too
     printed = capfd.readouterr()
     assert printed.out + printed.err == ""
+
+
+def test_only_the_tagged_text_is_compared():
+    (right,) = asyncio.run(pooled(Math(timeout=100), answer("72"), f"<answer>72</answer>{SLOW}"))
+    assert (right.value, right.correct) == (0.9, True)
 
 
 def test_time_limit_holds_in_this_process_too(caplog):
     begin = time.monotonic()
     result = Math(timeout=1).score(answer("72"), "$10000000!$")
     assert (result.value, result.correct) == (-0.1, False)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 100
     assert caplog.records == []
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
@@ -102,11 +114,13 @@ def test_unreadable_answer_is_an_error():
 
 def test_default_format_is_matched_in_linear_time():
     reply = "<think> a </think> <answer> 1 </answer>\n" * 2_000
-    begin = time.thread_time()
-    assert matches(THINK_ANSWER, reply)
-    assert not matches(THINK_ANSWER, reply + "x")
-    assert not matches(THINK_ANSWER, "<think>" * 5_000 + "</answer>")
-    assert time.thread_time() - begin < 0.2
+    replies = reply, reply + "x", "<think>" * 5_000 + "</answer>"
+
+    def match() -> list[bool]:
+        return [matches(THINK_ANSWER, text) for text in replies]
+
+    assert match() == [True, False, False]
+    assert least_seconds(match) < 0.2
 
 
 def test_run_scores_in_worker_processes_and_ends_them(tmp_path):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from dataclasses import replace
 
 import pytest
 
 from tests.rl.scripted_run import settings
+from tests.rl.virtual_clock import run_virtually
 from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.policy.request_limit import RequestLimit
 from tinsmith.rl.rollouts.runner import CANCELLED, Oversampling, RolloutConfig, RolloutRunner
@@ -39,12 +39,24 @@ class Timed:
         return (GOOD,) * count
 
 
-def rolled(answers: list[str], *, workflow: Timed | None = None, size: int = 2, over=None, **config) -> list[Group]:
-    """The groups of one task per answer."""
+def timed(
+    answers: list[str], *, workflow: Timed | None = None, size: int = 2, over=None, **config
+) -> tuple[list[Group], float]:
+    """The groups of one task per answer, and the seconds that they took, on a virtual clock."""
     tasks = [Task(id=str(at), messages=(), answer=answer) for at, answer in enumerate(answers)]
     runner = RolloutRunner(RolloutConfig(**config), RequestLimit(100))
     seeds = range(100, 100 + len(tasks))
-    return list(asyncio.run(runner.run_groups(workflow or Timed(), tasks, Still(), size=size, seeds=seeds, over=over)))
+
+    async def main() -> tuple[list[Group], float]:
+        groups = await runner.run_groups(workflow or Timed(), tasks, Still(), size=size, seeds=seeds, over=over)
+        return list(groups), asyncio.get_running_loop().time()
+
+    return run_virtually(main())
+
+
+def rolled(answers: list[str], **how) -> list[Group]:
+    """The groups of one task per answer."""
+    return timed(answers, **how)[0]
 
 
 def errors(group: Group) -> list[str]:
@@ -81,7 +93,7 @@ def test_rollout_with_non_finite_reward_fails(odd, problem):
 def test_timeout_excludes_waiting_for_other_calls():
     tasks = [Task(id=str(at), messages=(), answer="0.1") for at in range(6)]
     runner = RolloutRunner(RolloutConfig(timeout=0.5, concurrency=1), RequestLimit(9))
-    groups = asyncio.run(runner.run_groups(Timed(), tasks, Still(), size=1, seeds=range(6)))
+    groups = run_virtually(runner.run_groups(Timed(), tasks, Still(), size=1, seeds=range(6)))
     assert [errors(group) for group in groups] == [[""]] * 6
 
 
@@ -109,9 +121,8 @@ def test_partial_keeps_or_drops_groups_with_failures(partial, expected):
 
 
 def test_oversampling_cancels_the_slowest_groups():
-    begin = time.perf_counter()
-    groups = rolled(["0", "5", "0", "0"], over=Oversampling(ratio=0.25, wait=0.05))
-    assert 0.05 <= time.perf_counter() - begin < 3
+    groups, seconds = timed(["0", "5", "0", "0"], over=Oversampling(ratio=0.25, wait=0.05))
+    assert seconds == pytest.approx(0.05)
     assert [errors(group)[0] for group in groups] == ["", CANCELLED, "", ""]
 
 
@@ -150,9 +161,9 @@ def test_timeout_ratio_follows_the_mean_after_warmup():
             limits.append(runner.limit)
         return limits
 
-    first, second, third = asyncio.run(main())
+    first, second, third = run_virtually(main())
     assert first == second == 9.0
-    assert 0.06 <= third < 3.0
+    assert third == pytest.approx(3 * 0.02)
 
 
 def test_rejects_rollout_settings_unused_by_the_style(tmp_path):

