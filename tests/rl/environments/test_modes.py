@@ -39,7 +39,7 @@ def together(folder: Path, connect: Any = None, **changes: Any) -> None:
         return ScriptedPolicy(REPLIES, folder / "run" / "weights")
 
     async def processes() -> None:
-        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(200), asyncio.TaskGroup() as group:
             group.create_task(explore(mixture(folder, ENVIRONMENTS, mode="explore", **changes), sampling, quiet))
             settings = mixture(folder, ENVIRONMENTS, mode="train", **changes)
             group.create_task(train(settings, connect or scripted(folder / "run"), quiet))

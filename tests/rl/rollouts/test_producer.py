@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.rl.virtual_clock import run_virtually
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.data.sources import Addition
 from tinsmith.rl.data.tasks import TaskSampler, TasksConfig, split
@@ -133,7 +134,7 @@ def batch_source(
 async def trained(
     policy: VersionedPolicy, batches: BufferedBatchSource, steps: range, pause: float = 0.0
 ) -> list[Batch]:
-    """Batches of `steps`; each step is an update that takes `pause` seconds."""
+    """Batches of `steps`; each step is an update that takes `pause` seconds, of a virtual clock."""
     received = []
     for step in steps:
         received.append(await batches.next(step))
@@ -167,7 +168,7 @@ def versions(batches: list[Batch]) -> list[int]:
 def test_fixed_style_sets_the_weights_of_each_batch(interval, offset, expected, method):
     policy = VersionedPolicy()
     batches = batch_source(CountingWorkflow(), policy, steps=12, staleness=offset, interval=interval, method=method)
-    received = asyncio.run(trained(policy, batches, range(1, 13)))
+    received = run_virtually(trained(policy, batches, range(1, 13)))
     assert versions(received) == expected
     rule = SyncConfig(interval=interval)
     assert [rule.weights_for(batch, offset) for batch in range(1, 13)] == expected
@@ -177,14 +178,14 @@ def test_fixed_style_sets_the_weights_of_each_batch(interval, offset, expected, 
 def test_checkpoint_method_keeps_the_last_published_weights():
     policy = VersionedPolicy()
     batches = batch_source(CountingWorkflow(), policy, steps=6, method="checkpoint", keep=3)
-    asyncio.run(trained(policy, batches, range(1, 7)))
+    run_virtually(trained(policy, batches, range(1, 7)))
     assert policy.saved == ["sync-000003", "sync-000004", "sync-000005"]
 
 
 def test_on_demand_samples_with_weights_of_the_current_step():
     policy = VersionedPolicy()
     batches = batch_source(CountingWorkflow(), policy, steps=None, style="on_demand", interval=2)
-    received = asyncio.run(trained(policy, batches, range(1, 9), pause=0.02))
+    received = run_virtually(trained(policy, batches, range(1, 9), pause=0.02))
     assert versions(received) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
@@ -197,7 +198,7 @@ def test_on_demand_does_not_deadlock_with_waiting_training():
             return await super().run(task, policy, count=count, seed=seed)
 
     batches = batch_source(Slow(), policy, steps=None, style="on_demand", interval=1)
-    received = asyncio.run(trained(policy, batches, range(1, 5)))
+    received = run_virtually(trained(policy, batches, range(1, 5)))
     assert versions(received)[0] == 0
     assert versions(received)[-1] >= 1
 
@@ -205,7 +206,7 @@ def test_on_demand_does_not_deadlock_with_waiting_training():
 def test_on_publish_samples_with_the_last_published_weights():
     policy = VersionedPolicy()
     batches = batch_source(CountingWorkflow(), policy, steps=None, style="on_publish", interval=2, publish_every=3)
-    received = asyncio.run(trained(policy, batches, range(1, 9), pause=0.02))
+    received = run_virtually(trained(policy, batches, range(1, 9), pause=0.02))
     assert set(versions(received)) <= {0, 3, 6}
     assert versions(received) == sorted(versions(received))
     assert versions(received)[-1] > 0
@@ -214,7 +215,7 @@ def test_on_publish_samples_with_the_last_published_weights():
 def test_on_publish_does_not_wait_for_later_publications():
     policy = VersionedPolicy()
     batches = batch_source(CountingWorkflow(), policy, steps=None, style="on_publish", interval=1, publish_every=100)
-    assert versions(asyncio.run(trained(policy, batches, range(1, 5)))) == [0, 0, 0, 0]
+    assert versions(run_virtually(trained(policy, batches, range(1, 5)))) == [0, 0, 0, 0]
 
 
 def test_live_bounds_batches_in_flight_and_records_versions():
@@ -277,7 +278,7 @@ def test_workflow_calls_stay_within_concurrency():
 def test_requests_have_distinct_seeds():
     workflow = FailingWorkflow(calls=4)
     batches = batch_source(workflow, VersionedPolicy(), rollout={"split": 1, "retries": 1})
-    asyncio.run(trained(VersionedPolicy(), batches, range(1, 7)))
+    run_virtually(trained(VersionedPolicy(), batches, range(1, 7)))
     assert len(set(workflow.seeds)) == len(workflow.seeds) == 6 * 4 * 2
 
 

@@ -346,7 +346,8 @@ def test_cancelled_step_frees_its_fork(served):
 
     alone, live, after = with_policy(served, use)
     assert live == 0
-    assert values(after) == values(alone)
+    # The server may still compute the cancelled steps, in one batch with this one, which rounds differently.
+    assert values(after) == pytest.approx(values(alone), abs=1e-5)
 
 
 def test_sessions_end_after_their_share_of_forks(served, monkeypatch):
