@@ -73,15 +73,16 @@ def assert_success(work: Path, mode: str, process: subprocess.Popen[bytes]) -> N
 
 def test_two_processes_share_a_run_and_survive_kills(work, tiny_llama):
     with embedded(ServeConfig(models=(f"tiny={tiny_llama}",), engine="fake", data=work / "met")) as (url, key):
-        server = {"TINKER_BASE_URL": url, "TINKER_API_KEY": key}
+        server, holds = {"TINKER_BASE_URL": url, "TINKER_API_KEY": key}, work / "holds"
         with started(work, "train", server) as trainer:
             with started(work, "explore", server, hold_at=4 * ROLLOUTS + 1) as sampler:
+                wait_for(holds.exists, work / "explore.log")
                 kill_after(work, 2, sampler)
-            (work / "holds").unlink(missing_ok=True)
+            holds.unlink()
             with started(work, "explore", server, hold_at=5 * ROLLOUTS + 1) as sampler:
+                wait_for(holds.exists, work / "explore.log")
                 kill_after(work, 6, trainer)
-                wait_for((work / "holds").exists, work / "explore.log")
-                (work / "holds").unlink()
+                holds.unlink()
                 with started(work, "train", server) as restarted:
                     assert_success(work, "train", restarted)
                 assert_success(work, "explore", sampler)
