@@ -40,7 +40,7 @@ def test_time_of_requests_is_that_of_the_formula() -> None:
 
 
 def test_two_replicas_divide_the_requests() -> None:
-    requests = [_request(number) for number in range(64)]
+    requests = [_request(number) for number in range(256)]  # of 64, the two shares differ by up to a sixth
     times = [in_simulation(HARDWARE, replicas, requests, computes=False) for replicas in (1, 2)]
     assert times[1] == pytest.approx(times[0] / 2, rel=0.25)  # the order of tasks in a set is chance
 
