@@ -204,7 +204,7 @@ def packed_attention(
 ) -> PackedAttention | flex_attention.FlexAttention:
     """Attention over `tree` with the fastest supported kernel. Masks are computed once for all layers of a rule.
 
-    With `save_kv`, the keys and values of each layer are to_cache for the KV cache.
+    With `save_kv`, the keys and values of each layer are collected for the KV cache.
     """
     if flex_attention.is_supported(dtype, device):
         return flex_attention.packed_attention(tree, device, save_kv)

@@ -64,22 +64,22 @@ def four_bit_config(model: PreTrainedModel) -> BitsAndBytesConfig:
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_compute_dtype=model.dtype,
-        llm_int8_skip_modules=_kept(model),
+        llm_int8_skip_modules=_unquantized(model),
     )
 
 
 def four_bit_modules(model: PreTrainedModel) -> set[str]:
     """Paths of the modules of a plain model whose weights are in 4 bits after `four_bit_config`."""
-    kept = _kept(model)
+    unquantized = _unquantized(model)
     return {
         name
         for name, module in model.named_modules()
         # Subclasses of Linear have products of their own.
-        if (type(module) is nn.Linear or isinstance(module, Conv1D)) and should_convert_module(name, kept)
+        if (type(module) is nn.Linear or isinstance(module, Conv1D)) and should_convert_module(name, unquantized)
     }
 
 
-def _kept(model: PreTrainedModel) -> list[str]:
+def _unquantized(model: PreTrainedModel) -> list[str]:
     """Modules whose weights stay as they are, as patterns of transformers: the output head, routers and gates of
     mixtures, and what the model's own code has in float32."""
     in_float32 = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}

@@ -52,9 +52,9 @@ def model_of(model_type: str) -> PreTrainedModel:
 @pytest.mark.parametrize("model_type", TYPES)
 def test_routers_and_gates_are_found_and_stay_out_of_4_bits(model_type: str) -> None:
     model = model_of(model_type)
-    found = linear_gates(model)
-    assert {place(path) for path in found} == GATES.get(model_type, set())
-    assert not found & four_bit_modules(model)
+    gates = linear_gates(model)
+    assert {place(path) for path in gates} == GATES.get(model_type, set())
+    assert not gates & four_bit_modules(model)
 
 
 @pytest.mark.parametrize("model_type", TYPES)

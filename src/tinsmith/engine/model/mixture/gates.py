@@ -1,7 +1,7 @@
 """Linear modules that route tokens to experts, or weigh what experts share, found by their place in a model.
 
-Most routers of transformers are modules of a class of their own. Others are linear modules, or made of them, which look
-like projections: `quantization` asks here which ones are not.
+Most routers of transformers are modules of a class of their own. Others are linear modules, or made of them, as
+projections are; `quantization` must not confuse the two.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def linear_gates(model: PreTrainedModel) -> set[str]:
     """Paths of the linear modules of routers and of gates of shared experts.
 
     What stands beside the experts of a layer and has no projection that adapters reach routes or gates. The number of
-    outputs alone does not tell: routers may have more outputs than there are experts, which then do nothing, and a
-    projection as many.
+    outputs alone does not distinguish them: routers may have more outputs than there are experts, and a projection may
+    have as many.
     """
     return {
         path
