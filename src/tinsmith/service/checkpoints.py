@@ -23,7 +23,7 @@ from tinsmith.service.budgets.versions import VersionUse
 from tinsmith.service.storage.object_copies import ObjectCopies
 from tinsmith.service.storage.records import Checkpoint, Model, Session
 from tinsmith.service.storage.store import Store
-from tinsmith.service.wire.schemas import CopyBody
+from tinsmith.service.wire.management_schemas import CopyBody
 
 log = logging.getLogger(__name__)
 

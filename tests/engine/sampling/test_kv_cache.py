@@ -6,7 +6,8 @@ import torch
 
 from tinsmith.engine.sampling.capacity import MIN_CAPACITY, row_capacity
 from tinsmith.engine.sampling.kv_cache import BANK_TOKENS, CacheRow, CacheShape, KVCache
-from tinsmith.engine.sampling.prefill import KVSegment, PrefilledPrompt
+from tinsmith.engine.sampling.prefill import PrefilledPrompt
+from tinsmith.engine.sampling.prefixes.attention import KVSegment
 
 SHAPE = CacheShape(layers=2, heads=2, key_width=4, value_width=4, dtype=torch.float32, device=torch.device("cpu"))
 

@@ -13,8 +13,9 @@ from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.model import loading, packing
 from tinsmith.engine.model.attention_rule import AttentionRule
 from tinsmith.engine.model.base_model import BaseModel
-from tinsmith.engine.sampling.prefill import PrefillPass, PrefixAttention, Prompt, prefill_pass
-from tinsmith.engine.sampling.prefix_cache import PrefixMatch, PrefixNode
+from tinsmith.engine.sampling.prefill import PrefillPass, Prompt, prefill_pass
+from tinsmith.engine.sampling.prefixes.attention import PrefixAttention
+from tinsmith.engine.sampling.prefixes.cache import PrefixMatch, PrefixNode
 
 HEADS, SHARED, WIDTH = 4, 2, 24
 SCALE = WIDTH**-0.5

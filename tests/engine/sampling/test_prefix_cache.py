@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinsmith.engine.sampling.prefix_cache import PrefixCache, PrefixMatch, PrefixScope
+from tinsmith.engine.sampling.prefixes.cache import PrefixCache, PrefixMatch, PrefixScope
 
 SCOPE: PrefixScope = ("version", 1, "")
 OTHER_SCOPE: PrefixScope = ("version", 1, "another")

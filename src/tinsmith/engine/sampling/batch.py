@@ -27,7 +27,7 @@ from tinsmith.engine.sampling import prompt_logprobs, token_sampling
 from tinsmith.engine.sampling.decode import DecodeAttention
 from tinsmith.engine.sampling.kv_cache import CacheRow, KVCache, cache_shape, state_bank
 from tinsmith.engine.sampling.prefill import PrefilledPrompt, Prompt, prefill_pass
-from tinsmith.engine.sampling.prefix_cache import KVReader, PrefixCache, PrefixMatch
+from tinsmith.engine.sampling.prefixes.cache import KVReader, PrefixCache, PrefixMatch
 from tinsmith.engine.sampling.row_renewal import RowRenewal
 from tinsmith.engine.sampling.scheduler import JobSize, Load, Scheduler
 from tinsmith.engine.sampling.sequences import PromptKey, SampleJob, Sequence, completes_stop_string, jobs_of

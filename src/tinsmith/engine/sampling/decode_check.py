@@ -15,7 +15,7 @@ from tinsmith.engine.sampling.batch import step_context
 from tinsmith.engine.sampling.decode import DecodeAttention
 from tinsmith.engine.sampling.kv_cache import CacheRow, KVCache
 from tinsmith.engine.sampling.prefill import PrefilledPrompt, Prompt, prefill_pass
-from tinsmith.engine.sampling.prefix_cache import PrefixMatch
+from tinsmith.engine.sampling.prefixes.cache import PrefixMatch
 from tinsmith.errors import Unsupported
 
 STEPS = 2

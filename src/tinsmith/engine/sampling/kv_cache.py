@@ -9,7 +9,7 @@ a GPU completely); when a bank is full, another one is made.
 Where many sequences continue one prompt, the prompt has a row of its own, their shared prefix, and their rows hold only
 their own tokens.
 
-Attention over the rows is in `decode`; keys and values of ended sequences are in `prefix_cache`.
+Attention over the rows is in `decode`; keys and values of ended sequences are in `prefixes.cache`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from tinsmith.engine.model import packing
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.sampling.kv_cache import CacheRow, KVCache
 from tinsmith.engine.sampling.prefill import PrefilledPrompt, Prompt, prefill_pass
-from tinsmith.engine.sampling.prefix_cache import PrefixCache
+from tinsmith.engine.sampling.prefixes.cache import PrefixCache
 from tinsmith.engine.sampling.sequences import SampleJob
 from tinsmith.engine.sampling.sequences import Sequence as Sample
 

@@ -16,7 +16,7 @@ from tinsmith.engine.lora.adapter import AdapterWeights
 from tinsmith.engine.sampling import token_sampling
 from tinsmith.engine.sampling.capacity import headroom, row_capacity
 from tinsmith.engine.sampling.kv_cache import CacheRow
-from tinsmith.engine.sampling.prefix_cache import PrefixScope
+from tinsmith.engine.sampling.prefixes.cache import PrefixScope
 from tinsmith.engine.sampling.prompt_logprobs import PromptResults
 from tinsmith.engine.sampling.token_sampling import SamplingRule
 from tinsmith.errors import EngineError, TinsmithError

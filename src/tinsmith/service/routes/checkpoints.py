@@ -23,7 +23,8 @@ from tinsmith.service.dependencies import IdempotencyKey, RawBody, Service, Serv
 from tinsmith.service.responses import rfc3339
 from tinsmith.service.storage.records import Checkpoint
 from tinsmith.service.tenancy.signing import LINK_S
-from tinsmith.service.wire.schemas import CopyBody, LoanBody, TtlBody, WeightsInfoBody, parse
+from tinsmith.service.wire.management_schemas import CopyBody, LoanBody, TtlBody, WeightsInfoBody
+from tinsmith.service.wire.schemas import parse
 
 router = APIRouter()
 

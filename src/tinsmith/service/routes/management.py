@@ -16,7 +16,8 @@ from tinsmith.service.dependencies import RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.responses import DEFAULT_PROJECT, checkpoint_json, metadata_texts, rfc3339, training_run_json
 from tinsmith.service.storage.records import Checkpoint, Model, SamplingSession, Session
 from tinsmith.service.tenancy.signing import LINK_S, urn
-from tinsmith.service.wire.schemas import ProjectBody, SearchBody, StatusQuery, parse
+from tinsmith.service.wire.management_schemas import ProjectBody, SearchBody, StatusQuery
+from tinsmith.service.wire.schemas import parse
 
 router = APIRouter()
 
