@@ -66,7 +66,7 @@ class _Work:
 class SimulatedTrainer:
     """Ranks that train one base model. Owners get equal parts of the group's time while they have work.
 
-    The version half of `engine.base.Sampler` is what a pool needs; it does not sample.
+    The version half of `engine.interface.Sampler` is what a pool needs; it does not sample.
     """
 
     def __init__(self, ranks: int, hardware: Hardware) -> None:

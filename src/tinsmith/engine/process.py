@@ -23,8 +23,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Literal, Protocol
 
-from tinsmith.engine.base import Engine
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.interface import Engine
 from tinsmith.engine.liveness import Heartbeat, blocks_moved, load_progress, send_heartbeats
 from tinsmith.errors import ConfigError, EngineError, TinsmithError
 

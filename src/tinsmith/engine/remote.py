@@ -15,14 +15,13 @@ import itertools
 import logging
 import os
 import pickle
-import signal
 import socket
 import ssl
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tinsmith.engine.base import (
     AdamParams,
@@ -35,6 +34,7 @@ from tinsmith.engine.base import (
     SampleResult,
     SequenceDelta,
 )
+from tinsmith.engine.child_process import CHILD_ENVIRONMENT, ChildProcess, EngineProcess
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.liveness import (
     LOAD_TIMEOUT_S,
@@ -57,69 +57,13 @@ CLOSE_TIMEOUT_S = 1.0
 """Time for a child to exit. It has nothing to finish: files are written to a temporary name first."""
 EXIT_TIMEOUT_S = 2.0
 """Time for the exit status of a child whose connection has closed."""
-CHILD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
-"""OpenMP threads sleep while they wait for each other. By default they spin, which made decoding 6 to 10 times slower
-when another process (a training loop, a browser) kept as many cores busy."""
 
 _BROKEN = (ConnectionError, ssl.SSLError)  # of a connection that has ended; SSLError: data arrives while TLS closes
 _RETRY = "It is being restarted: try again later."
 
 
-class EngineProcess(Protocol):
-    """The process of an engine: a child of this one, or one on another machine."""
-
-    died: asyncio.Event
-
-    @property
-    def pid(self) -> int:
-        """Process id on its machine."""
-        ...
-
-    @property
-    def code(self) -> int | None:
-        """Its exit code, minus the signal if a signal ended it; None while it runs, or if nobody knows."""
-        ...
-
-    def kill(self) -> None:
-        """Begin to kill it with all processes that it started, also if it is stopped."""
-        ...
-
-
-class ChildProcess:
-    """A child of this process, which leads its session. Implements EngineProcess."""
-
-    def __init__(self, child: asyncio.subprocess.Process) -> None:
-        self.died = asyncio.Event()
-        self._child = child
-        self._watch = asyncio.create_task(self._wait())
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    @property
-    def code(self) -> int | None:
-        return self._child.returncode
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-
-    async def end(self) -> None:
-        """Kill it and wait until it is gone."""
-        if not self.died.is_set():
-            self.kill()
-        await asyncio.shield(self._watch)
-
-    async def _wait(self) -> None:
-        await self._child.wait()
-        if self._child.stdin is not None:
-            self._child.stdin.close()
-        self.died.set()
-
-
 class EngineCalls:
-    """The methods of `engine.base.Engine` but `close`, each as a call of the same method elsewhere."""
+    """The methods of `engine.interface.Engine` but `close`, each as a call of the same method elsewhere."""
 
     async def call(self, method: str, *args: Any, on_delta: OnDelta | None = None, **options: Any) -> Any:
         """Call a method of an engine; `on_delta` receives the tokens of a sample."""
@@ -169,7 +113,7 @@ class EngineCalls:
 
 
 class RemoteEngine(EngineCalls):
-    """Implements `engine.base.Engine` for an engine in a child process; create it with `start`."""
+    """Implements `engine.interface.Engine` for an engine in a child process; create it with `start`."""
 
     def __init__(
         self,

@@ -26,12 +26,12 @@ from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.logit_rule import logit_rule
 from tinsmith.engine.model.memory import HeapTrimmer, free_bytes
 from tinsmith.engine.model_parts import HEAD
+from tinsmith.engine.sample_validation import check_sample
 from tinsmith.engine.sampling import decode_check
 from tinsmith.engine.sampling.sampler import TorchSampler
 from tinsmith.engine.training import activation_checkpointing
 from tinsmith.engine.training.exchange import ALONE, Exchange
 from tinsmith.engine.training.trainer import TorchTrainer
-from tinsmith.engine.validation import check_sample
 from tinsmith.errors import TinsmithError
 
 
@@ -64,7 +64,7 @@ def prepare(config: EngineConfig, base: BaseModel) -> PreparedBase:
 
 
 class TorchEngine:
-    """Implements `engine.base.Engine`. Sets torch's thread count and matmul precision for the whole process."""
+    """Implements `engine.interface.Engine`. Sets torch's thread count and matmul precision for the whole process."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Validation of requests: pure arithmetic on the records of `engine.base`, without torch.
+"""Validation of training requests: pure arithmetic on the records of `engine.base`, without torch.
 
 The service calls these functions at submission, so that an invalid request is refused and never reaches an engine. The
 inputs of each loss are listed in `training.loss_specs`; uploaded losses are checked in `custom_loss.graph`.
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tinsmith.engine.base import AdamParams, Datum, InputImage, LoraSpec, ModelCard, Pass, SampleRequest
+from tinsmith.engine.base import AdamParams, Datum, InputImage, LoraSpec, ModelCard, Pass
 from tinsmith.engine.images.rows import image_mask, predicts_image
 from tinsmith.engine.training.loss_specs import (
     CUSTOM,
@@ -28,14 +28,7 @@ from tinsmith.errors import BadRequest, Unsupported
 from tinsmith.routed_experts import from_words
 from tinsmith.settings import nearest_name
 
-MAX_SAMPLES = 1024
 MAX_RANK = 512
-MAX_CELLS = 2**22
-"""Log-probabilities that one field may request for a prompt: 8,192 positions with 512 each."""
-MAX_SAMPLED_CELLS = 2**24
-"""The same for topk_sample_logprobs."""
-MAX_STOPS = 256
-MAX_STOP_CHARACTERS = 2**16
 _MIN_EPS = float(np.finfo(np.float32).tiny)
 """Smaller values are 0 or denormal in float32, the dtype of optimizer steps."""
 
@@ -180,10 +173,10 @@ def _check_tokens(where: str, datum: Datum, card: ModelCard) -> None:
         raise BadRequest(f"{where}.model_input is empty.", "Give at least one token.")
     if length > card.context_length:
         raise BadRequest(
-            f"{where}.model_input has {length} tokens; the context length of {card.source} is {_context(card)}.",
+            f"{where}.model_input has {length} tokens; the context length of {card.source} is {context_of(card)}.",
             "Shorten the sequence.",
         )
-    _check_input(f"{where}.model_input", datum.tokens, datum.images, card)
+    check_input(f"{where}.model_input", datum.tokens, datum.images, card)
     if datum.targets.ndim not in (1, 2) or len(datum.targets) != length or datum.targets.size == 0:
         raise BadRequest(
             f"{where}: target_tokens has shape {datum.targets.shape}, model_input has {length} tokens.",
@@ -195,7 +188,7 @@ def _check_tokens(where: str, datum: Datum, card: ModelCard) -> None:
             f"{card.vocab_size} tokens.",
             "Name each token at most once.",
         )
-    _check_ids(f"{where}.target_tokens", datum.targets, card)
+    check_ids(f"{where}.target_tokens", datum.targets, card)
     _check_routed_experts(where, datum, card)
 
 
@@ -203,7 +196,7 @@ def _check_routed_experts(where: str, datum: Datum, card: ModelCard) -> None:
     if datum.routed_experts is None:
         return
     if card.router is None:
-        raise Unsupported(f"{where}: {card.source} replays no routed_experts: {_unrouted(card)}.", "Remove the input.")
+        raise Unsupported(f"{where}: {card.source} replays no routed_experts: {unrouted(card)}.", "Remove the input.")
     rows, tokens = len(datum.routed_experts), len(datum.tokens)
     if rows != tokens:
         raise BadRequest(
@@ -218,7 +211,8 @@ def _check_routed_experts(where: str, datum: Datum, card: ModelCard) -> None:
         ) from error
 
 
-def _unrouted(card: ModelCard) -> str:
+def unrouted(card: ModelCard) -> str:
+    """Why the model has no routers whose choices can be recorded and replayed."""
     return "it is served on the general path" if card.path == "general" else "it is not a mixture of experts"
 
 
@@ -259,117 +253,19 @@ def _check_values(where: str, name: str, values: np.ndarray, datum: Datum) -> No
         raise BadRequest(f"{where}: {name} contains NaN or infinity.", "Give finite numbers.")
 
 
-def _context(card: ModelCard) -> str:
+def context_of(card: ModelCard) -> str:
     """The context length, with the reason if it is not the model's maximum."""
     return f"{card.context_length} ({card.context_limit})" if card.context_limit else str(card.context_length)
 
 
-def check_sample(request: SampleRequest, card: ModelCard) -> None:
-    """Raises BadRequest unless the prompt fits and every parameter is valid."""
-    unknown = sum(not image.length for image in request.images)  # of which only the engine knows how many tokens
-    length, context = len(request.prompt) + unknown, card.context_length
-    if length == 0:
-        raise BadRequest("The prompt is empty.", "Give at least one token.")
-    if length + (request.max_tokens or 1) - 1 > context:
-        raise BadRequest(
-            f"A prompt of {length} tokens with max_tokens {request.max_tokens} does not fit: the context length of "
-            f"{card.source} is {_context(card)}.",
-            "Shorten the prompt or lower max_tokens.",
-        )
-    _check_input("The prompt", request.prompt, request.images, card)
-    if request.routed_experts and card.router is None:
-        raise Unsupported(
-            f"{card.source} records no routed experts: {_unrouted(card)}.",
-            "Sample without them.",
-            field="return_routed_experts",
-        )
-    if not 1 <= request.num_samples <= MAX_SAMPLES:
-        raise BadRequest(
-            f"num_samples is {request.num_samples}.", f"Give a number from 1 to {MAX_SAMPLES}.", field="num_samples"
-        )
-    if request.max_tokens is not None and request.max_tokens < 1:
-        raise BadRequest(
-            f"max_tokens is {request.max_tokens}.", "Give at least 1, or leave it out.", field="max_tokens"
-        )
-    if not (np.isfinite(request.temperature) and request.temperature >= 0):
-        raise BadRequest(
-            f"temperature is {request.temperature}.", "Give 0 (greedy) or a positive number.", field="temperature"
-        )
-    if request.top_k != -1 and request.top_k < 1:
-        raise BadRequest(f"top_k is {request.top_k}.", "Give -1 (off) or at least 1.", field="top_k")
-    if not 0 < request.top_p <= 1:
-        raise BadRequest(f"top_p is {request.top_p}.", "Give a number above 0 and up to 1.", field="top_p")
-    _check_stops(request, card)
-    _check_prompt_fields(request, card)
-
-
-def _check_prompt_fields(request: SampleRequest, card: ModelCard) -> None:
-    length = len(request.prompt)
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
-        if not 0 <= getattr(request, name) <= card.vocab_size:
-            raise BadRequest(
-                f"{name} is {getattr(request, name)}.", f"Give a number from 0 to {card.vocab_size}.", field=name
-            )
-    _check_cells(request, card)
-    if not all(image.length for image in request.images):
-        return  # the engine checks what depends on the length
-    last_n = request.prompt_logprobs_last_n
-    if last_n is not None and not (request.prompt_logprobs and 1 <= last_n <= length - 1):
-        raise BadRequest(
-            f"prompt_logprobs_last_n is {last_n} for a prompt of {length} tokens.",
-            "Set prompt_logprobs and give a number from 1 to the prompt's length minus 1.",
-        )
-    targets = request.target_prompt_logprobs
-    if targets is not None:
-        if targets.ndim != 2 or len(targets) != length - 1:
-            raise BadRequest(
-                f"target_prompt_logprobs has shape {targets.shape} for a prompt of {length} tokens.",
-                f"Give ({length - 1}, K): row i is for prompt position i + 1.",
-            )
-        _check_ids("target_prompt_logprobs", targets[targets != -1], card)
-
-
-def _check_stops(request: SampleRequest, card: ModelCard) -> None:
-    characters = sum(map(len, request.stop_strings))
-    if len(request.stop_strings) > MAX_STOPS or characters > MAX_STOP_CHARACTERS:
-        raise BadRequest(
-            f"There are {len(request.stop_strings)} stop strings of {characters} characters together.",
-            f"Give at most {MAX_STOPS}, of at most {MAX_STOP_CHARACTERS} characters together.",
-            field="stop",
-        )
-    for token in request.stop_tokens or ():
-        if not 0 <= token < card.vocab_size:
-            raise BadRequest(
-                f"Stop token {token} is not in the vocabulary of {card.vocab_size} tokens.",
-                "Give valid token ids.",
-                field="stop_token_ids",
-            )
-
-
-def _check_cells(request: SampleRequest, card: ModelCard) -> None:
-    """Check that the requested log-probabilities fit into memory."""
-    length = len(request.prompt)
-    for name in ("topk_prompt_logprobs", "prompt_alt_tokens_k"):
-        if length * (k := getattr(request, name)) > MAX_CELLS:
-            raise BadRequest(
-                f"{name} is {k} for a prompt of {length} tokens.", f"Their product must not exceed {MAX_CELLS}."
-            )
-    most = request.num_samples * (request.max_tokens or card.context_length)
-    if most * request.topk_sample_logprobs > MAX_SAMPLED_CELLS:
-        raise BadRequest(
-            f"topk_sample_logprobs is {request.topk_sample_logprobs} for up to {most} sampled tokens.",
-            f"Their product must not exceed {MAX_SAMPLED_CELLS}: lower max_tokens, num_samples or the width.",
-        )
-
-
-def _check_input(where: str, tokens: np.ndarray, images: Sequence[InputImage], card: ModelCard) -> None:
+def check_input(where: str, tokens: np.ndarray, images: Sequence[InputImage], card: ModelCard) -> None:
     """Check the tokens of a sequence, and that the model takes its images."""
     if images and card.images is None:
         raise Unsupported(
             f"{where} holds a chunk of type image, and {card.source} takes no images.",
             "Send encoded_text chunks only, or serve a vision-language model.",
         )
-    _check_ids(where, tokens[~image_mask(len(tokens), images)] if images else tokens, card)
+    check_ids(where, tokens[~image_mask(len(tokens), images)] if images else tokens, card)
 
 
 def _check_image_targets(where: str, datum: Datum, request: Pass) -> None:
@@ -381,7 +277,8 @@ def _check_image_targets(where: str, datum: Datum, request: Pass) -> None:
         )
 
 
-def _check_ids(where: str, ids: np.ndarray, card: ModelCard) -> None:
+def check_ids(where: str, ids: np.ndarray, card: ModelCard) -> None:
+    """Check that the token ids are in the model's vocabulary."""
     if ids.size and not (ids.min() >= 0 and ids.max() < card.vocab_size):
         invalid = ids[(ids < 0) | (ids >= card.vocab_size)].flat[0]
         raise BadRequest(

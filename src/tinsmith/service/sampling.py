@@ -13,7 +13,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
-from tinsmith.engine.base import Engine, OnDelta, SampleRequest, SampleResult
+from tinsmith.engine.base import OnDelta, SampleRequest, SampleResult
+from tinsmith.engine.interface import Engine
 from tinsmith.errors import Busy, EngineDied, EngineError, Gone, TinsmithError
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.concurrency import gather_or_cancel, run_in_thread_if_large

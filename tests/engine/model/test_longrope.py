@@ -19,9 +19,9 @@ from tests.engine.sampling.helpers import sample_request, trained_logprobs
 from tinsmith.engine.base import Datum, LoraSpec, ModelCard, Pass, SampleResult
 from tinsmith.engine.model import packing, support
 from tinsmith.engine.model.architectures import longrope
+from tinsmith.engine.sample_validation import check_sample
 from tinsmith.engine.sampling import row_renewal
 from tinsmith.engine.sampling.prefill import prefill_pass
-from tinsmith.engine.validation import check_sample
 from tinsmith.errors import BadRequest, EngineError, Unsupported
 
 SHORT, LONGEST = 64, 256

@@ -14,18 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tinsmith.engine.base import (
-    AdamParams,
-    Engine,
-    LoraSpec,
-    ModelCard,
-    OnDelta,
-    Pass,
-    PassResult,
-    Sampler,
-    SampleRequest,
-    SampleResult,
-)
+from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard, OnDelta, Pass, PassResult, SampleRequest, SampleResult
 from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.cluster.files.transfer import FolderTransfer, TransferringEngine
 from tinsmith.engine.cluster.launches import torch_in_seat, vllm_in_seat
@@ -36,6 +25,7 @@ from tinsmith.engine.cluster.status import ProcessStatus
 from tinsmith.engine.cluster.trainers.group import start_group
 from tinsmith.engine.cluster.worker import start_engine
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.interface import Engine, Sampler
 from tinsmith.engine.liveness import ProcessEnd, Pulse, Stall
 from tinsmith.engine.vllm.adapters import check_rank
 from tinsmith.engine.vllm.sampler import ZERO_ADAPTER, write_zero_adapter
@@ -75,7 +65,7 @@ class TrainerEngine(Engine, Protocol):
 
 
 class ClusterEngine:
-    """Trains with `trainer` and samples with `sampler`. Implements `engine.base.Engine`."""
+    """Trains with `trainer` and samples with `sampler`. Implements `engine.interface.Engine`."""
 
     def __init__(
         self, trainer: TrainerEngine, files: TransferringEngine, sampler: Sampler, max_rank: int | None = None

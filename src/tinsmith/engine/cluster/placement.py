@@ -21,10 +21,10 @@ from typing import Literal, Protocol
 
 from typing_extensions import override
 
+from tinsmith.engine.child_process import CHILD_ENVIRONMENT, ChildProcess, EngineProcess
 from tinsmith.engine.cluster.dial import Address, Ticket, read_report, written_ticket
 from tinsmith.engine.cluster.machines.machine import Machine, this_machine, visible_gpus
 from tinsmith.engine.cluster.tls import Identity
-from tinsmith.engine.remote import CHILD_ENVIRONMENT, ChildProcess, EngineProcess
 from tinsmith.errors import ConfigError, EngineDied
 
 START_S = 60.0

@@ -16,10 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tinsmith.engine.base import ModelCard, OnDelta, Sampler, SampleRequest, SampleResult, SequenceDelta
+from tinsmith.engine.base import ModelCard, OnDelta, SampleRequest, SampleResult, SequenceDelta
 from tinsmith.engine.cluster.files.transfer import FolderTransfer
 from tinsmith.engine.cluster.prefixes import PrefixTable, choose_replica, prompt_blocks
 from tinsmith.engine.cluster.replica import Launch, SamplerLife, SamplerReplica
+from tinsmith.engine.interface import Sampler
 from tinsmith.engine.sampling.capacity import cache_reserve
 from tinsmith.engine.vllm import completions
 from tinsmith.errors import EngineDied, Gone, TinsmithError
@@ -68,7 +69,7 @@ class RoutingCounts:
 
 
 class SamplerPool:
-    """Implements `engine.base.Sampler`; create it with `start`."""
+    """Implements `engine.interface.Sampler`; create it with `start`."""
 
     def __init__(
         self, trainer: Sampler, launches: Sequence[Launch], card: ModelCard | None, transfer: FolderTransfer

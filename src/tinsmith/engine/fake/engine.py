@@ -80,7 +80,7 @@ def _read_logprobs(datum: Datum, blocks: Iterable[Block], *, entropies: bool = T
 
 
 class FakeEngine:
-    """Implements `engine.base.Engine`."""
+    """Implements `engine.interface.Engine`."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._bigram = BigramModel(config.source)

@@ -26,7 +26,7 @@ from tinsmith.errors import Gone, Unsupported
 
 
 class TorchSampler:
-    """Implements `sample` and `cancel` of `engine.base.Sampler`; the methods for versions are those of `versions`."""
+    """Implements `sample` and `cancel` of `engine.interface.Sampler`; `versions` has its methods for versions."""
 
     def __init__(
         self,

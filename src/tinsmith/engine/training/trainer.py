@@ -56,7 +56,7 @@ MAX_SAVED = 4
 
 
 class TorchTrainer:
-    """Implements `engine.base.Trainer`. `capture` returns what the sampler samples from."""
+    """Implements `engine.interface.Trainer`. `capture` returns what the sampler samples from."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from tinsmith.errors import TinsmithError
 
 
 class VllmEngine:
-    """Implements `engine.base.Engine`; create it with `start`."""
+    """Implements `engine.interface.Engine`; create it with `start`."""
 
     def __init__(self, torch_engine: RemoteEngine, config: EngineConfig) -> None:
         self.torch_engine = torch_engine

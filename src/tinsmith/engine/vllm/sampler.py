@@ -15,8 +15,9 @@ from typing import Any
 
 import httpx
 
-from tinsmith.engine.base import LoraSpec, ModelCard, OnDelta, SampleRequest, SampleResult, Trainer
+from tinsmith.engine.base import LoraSpec, ModelCard, OnDelta, SampleRequest, SampleResult
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.interface import Trainer
 from tinsmith.engine.vllm import completions
 from tinsmith.engine.vllm.adapters import VersionHolder, VllmVersions
 from tinsmith.engine.vllm.completions import CompletionParser

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tinsmith.engine.base import Engine, ModelCard
+from tinsmith.engine.base import ModelCard
 from tinsmith.engine.cluster.pool import SamplerPool
 from tinsmith.engine.cluster.status import ProcessStatus
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
+from tinsmith.engine.interface import Engine
 from tinsmith.errors import EngineDied, NotFound, TinsmithError
 from tinsmith.service.engines.admission import AdmissionQueue
 from tinsmith.service.engines.occupancy import Occupancy

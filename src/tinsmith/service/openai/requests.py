@@ -14,7 +14,8 @@ from tinsmith.chat.request import PromptTooLong
 from tinsmith.chat.tokenizer import Tokenizer
 from tinsmith.chat.tool_calls import ToolCallFormat, ToolCallParser, marker_texts, tool_call_format
 from tinsmith.engine.base import InputImage, ModelCard, SampleRequest
-from tinsmith.engine.validation import MAX_SAMPLES, check_sample, did_you_mean
+from tinsmith.engine.sample_validation import MAX_SAMPLES, check_sample
+from tinsmith.engine.validation import did_you_mean
 from tinsmith.errors import BadRequest, NotFound, Unsupported
 from tinsmith.service.dependencies import Service
 from tinsmith.service.openai.images import place_images

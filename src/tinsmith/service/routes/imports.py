@@ -19,8 +19,9 @@ from fastapi import APIRouter, Request
 from safetensors import SafetensorError, safe_open
 from starlette.requests import ClientDisconnect
 
-from tinsmith.engine.base import Engine, LoraSpec
+from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.exchange.archive import CONFIG, MOMENTS, WEIGHTS, unpack
+from tinsmith.engine.interface import Engine
 from tinsmith.engine.lora.saved_spec import read_spec
 from tinsmith.engine.validation import check_lora
 from tinsmith.errors import BadRequest, EngineDied, Gone, TinsmithError, TooLarge

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from pydantic import Field
 
+from tinsmith.engine.sample_validation import check_sample
 from tinsmith.engine.training.loss_specs import ROUTED_EXPERTS
-from tinsmith.engine.validation import check_sample
 from tinsmith.errors import BadRequest
 from tinsmith.service.dependencies import PromptBody, RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.observability.logs import add_log_context

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from tinsmith.engine.base import Engine, Pass
+from tinsmith.engine.base import Pass
+from tinsmith.engine.interface import Engine
 from tinsmith.errors import EngineDied, EngineError, TinsmithError
 from tinsmith.service.budgets.disk import DiskMonitor
 from tinsmith.service.budgets.orphans import UnrecordedFolders

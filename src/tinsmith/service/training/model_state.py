@@ -6,7 +6,7 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 
-from tinsmith.engine.base import Engine
+from tinsmith.engine.interface import Engine
 from tinsmith.errors import EngineDied, EngineError, Gone, TinsmithError
 from tinsmith.service.engines.host import MAX_DEATH_POINTS, MAX_ENGINE_DEATHS, death_points
 from tinsmith.service.storage.records import Model

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith.atomic import remove_unfinished
-from tinsmith.engine.base import Engine, Pass, PassResult
+from tinsmith.engine.base import Pass, PassResult
+from tinsmith.engine.interface import Engine
 from tinsmith.engine.training.shadow_plan import CHECKPOINT
 from tinsmith.errors import BadRequest, EngineDied, EngineError, NotFound, TinsmithError
 from tinsmith.service.budgets.models import BYTES_PER_PARAMETER

@@ -19,7 +19,8 @@ from tinsmith.engine.base import Datum, LoraSpec, ModelCard, Pass, PassResult, S
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.model.mixture import routing
 from tinsmith.engine.process import build
-from tinsmith.engine.validation import check_pass, check_sample
+from tinsmith.engine.sample_validation import check_sample
+from tinsmith.engine.validation import check_pass
 from tinsmith.errors import BadRequest, Unsupported
 from tinsmith.routed_experts import RouterShape, from_text, from_words, share_that_differs, to_text, to_words
 

@@ -34,7 +34,7 @@ RETRY_S = 5.0
 
 
 class CachedEngine(EngineCalls):
-    """An engine whose callers may name objects instead of folders. Implements `engine.base.Engine`."""
+    """An engine whose callers may name objects instead of folders. Implements `engine.interface.Engine`."""
 
     def __init__(self, engine: Any, cache: ObjectCache) -> None:
         self._engine, self._cache = engine, cache

@@ -139,7 +139,7 @@ class FolderTransfer:
 
 
 class TransferringEngine(EngineCalls):
-    """The training processes, which may write objects in the place of folders. Implements `engine.base.Engine`."""
+    """The training processes, which may write objects in the place of folders. Implements `engine.interface.Engine`."""
 
     def __init__(self, process: Calls, transfer: FolderTransfer) -> None:
         self._process, self._transfer = process, transfer

@@ -34,7 +34,7 @@ _RETRY = "It is being restarted: try again later."
 
 
 class GroupEngine(EngineCalls):
-    """Implements `engine.base.Engine` over the ranks of a group, of which the first leads."""
+    """Implements `engine.interface.Engine` over the ranks of a group, of which the first leads."""
 
     def __init__(self, ranks: Sequence[RemoteEngine]) -> None:
         self._ranks = ranks

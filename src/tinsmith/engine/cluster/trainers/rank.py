@@ -56,7 +56,7 @@ class Rank:
 
 
 class LeadingRank(Rank):
-    """Rank 0. Implements `engine.base.Engine`."""
+    """Rank 0. Implements `engine.interface.Engine`."""
 
     def __init__(self, engine: TorchEngine, ranks: Ranks, collectives: Collectives) -> None:
         super().__init__(engine, ranks, collectives)
