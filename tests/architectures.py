@@ -157,8 +157,10 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     if model_type not in tables:
         raise ValueError(f"no tiny config of {model_type!r}; there are {', '.join(TYPES)}")
     keys = {**_COMMON, **(_MOE if model_type not in DENSE or model_type == "llama4_text" else {}), **tables[model_type]}
-    if not hasattr(CONFIG_MAPPING[model_type], "sliding_window"):  # a cache would see a window that the model has not
-        del keys["sliding_window"]
+    # A config keeps keys that its type has not: a cache would see a window, and vLLM a shared expert without weights.
+    for key in ("sliding_window", "shared_expert_intermediate_size"):
+        if not hasattr(CONFIG_MAPPING[model_type], key):
+            keys.pop(key, None)
     keys |= changes
     if "vocab_size_per_layer_input" in keys:
         keys["vocab_size_per_layer_input"] = keys["vocab_size"]
