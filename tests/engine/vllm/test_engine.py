@@ -337,6 +337,9 @@ def test_settings_reach_the_command_and_environment(monkeypatch: pytest.MonkeyPa
     assert result["OMP_NUM_THREADS"] == "3"
     assert result["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
     assert "PYTHONPATH" not in result
+    assert result["VLLM_ENGINE_READY_TIMEOUT_S"] == "1800"
+    assert int(result["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"]) > 3600
+    assert "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS" not in environment_of(settings, replace(CARD, device="cuda"), 3)
 
 
 def test_incomplete_or_aborted_sequences_raise():

@@ -75,7 +75,8 @@ async def running(sampler: VllmSampler) -> float:
 
 def test_long_prefill_is_progress(smollm2: Path, tmp_path: Path):
     """Each prompt is one step, as the samples have seeds. To break it: leave out `is_busy` in
-    `VllmServer._check_health`, or let vLLM compute prompts in parts."""
+    `VllmServer._check_health`, or let vLLM compute prompts in parts. Where it takes longer than 300 s, leave out
+    VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS."""
 
     async def main() -> None:
         async with sampler_of(smollm2, tmp_path) as sampler:

@@ -48,6 +48,9 @@ STEP_TOKENS = 2048
 BUSY_SHARE = 0.02
 """Share of one core that vLLM's processes use on a CPU while they compute, on a crowded machine too."""
 START_TIMEOUT_S = 1800.0
+STEP_LIMIT_S = 24 * 3600
+"""vLLM's own limit for a step on a CPU, where its default (300 s) ends it at a long prompt: `_check_health` finds the
+steps that compute nothing."""
 END_TIMEOUT_S = 4.0
 MAX_RETRY_DELAY_S = 30.0
 
@@ -107,9 +110,14 @@ def command_of(python: Path, config: VllmConfig, card: ModelCard, port: int) -> 
 
 def environment_of(config: VllmConfig, card: ModelCard, threads: int) -> dict[str, str]:
     """Environment of vLLM: variables that are already set win, except for devices and threads set in our settings."""
-    defaults = {"OMP_WAIT_POLICY": "passive", "VLLM_NO_USAGE_STATS": "1"}
+    defaults = {
+        "OMP_WAIT_POLICY": "passive",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": f"{START_TIMEOUT_S:.0f}",  # vLLM's default gives up after 600 s
+    }
     overrides = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     if card.device == "cpu":
+        defaults["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(STEP_LIMIT_S)
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # vLLM's default binds to whole cores and leaves one idle
         if threads:
             overrides["OMP_NUM_THREADS"] = str(threads)
