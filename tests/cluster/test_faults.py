@@ -2,7 +2,8 @@
 
 `python -m tests.cluster.test_faults --kills 200 --seed 3` does a run by hand and prints its report: two training and
 two sampling processes of a tiny model on this machine, with `--ray` on three nodes of a Ray cluster, with `--fake` one
-training process and two sampling processes of the fake engine. `--frontends N` puts HTTP front ends before the service,
+training process and two sampling processes of the fake engine. With `--store` the processes do not see the data folder,
+and adapters go through an object store. `--frontends N` puts HTTP front ends before the service,
 which are killed and stopped as the other processes are. `--add` adds the run to benchmarks/results/faults.
 """
 
@@ -21,6 +22,7 @@ import pytest
 
 from tests import forkserver
 from tests.cluster.conftest import RayCluster, running_cluster
+from tests.cluster.hidden import blind_python, can_hide
 from tests.cluster.machines import RayMachines
 from tests.faults.plan import Plan
 from tests.faults.report import read_reports, write_reports
@@ -74,6 +76,18 @@ def run_group(
     return Run(folder, plan, tenants, config, sampling_tolerance=TOLERANCE, machines=machines).run(_print)
 
 
+def run_store(
+    folder: Path, model: Path, seed: int, count: int, *, tenants: int = 3, weights: Mapping[str, int] = GROUP
+) -> Report:
+    """Carry out a plan of kills on a service whose processes do not see its data folder, nor each other's disks."""
+    quieten()
+    plan = Plan.draw(seed, count, weights, longest_s=3.0)
+    cluster = ClusterConfig(trainers=2, shards=2, samplers=2, cache=folder / "cache")
+    config = group_config(folder / "data", model, cluster).model_copy(update={"store": (folder / "store").as_uri()})
+    blind = blind_python(folder, folder / "data", folder / "cache")
+    return Run(folder, plan, tenants, config, sampling_tolerance=TOLERANCE, blind=blind).run(_print)
+
+
 def _print(number: int) -> None:
     print(f"{number} faults", flush=True)
 
@@ -96,6 +110,16 @@ def test_kills_of_ranks_and_replicas_break_no_law(tmp_path: Path, tiny_llama: Pa
     assert report.rounds > 0
 
 
+def test_kills_without_a_shared_folder_break_no_law(tmp_path: Path, tiny_llama: Path) -> None:
+    """Fails if a replay or a moved process looks for an object where its writer had it (`CachedEngine._fetched`)."""
+    if not can_hide():
+        pytest.skip("needs user namespaces (unshare)")
+    report = run_store(tmp_path, tiny_llama, 18, 12)
+    assert report.violations == []
+    assert report.kills >= 9
+    assert report.rounds > 0
+
+
 def test_kills_on_a_ray_cluster_break_no_law(tmp_path: Path, tiny_llama: Path, ray_cluster: RayCluster) -> None:
     machines = RayMachines(ray_cluster)
     kinds = dict.fromkeys(RAY, 1)
@@ -115,6 +139,7 @@ def main() -> None:
     parser.add_argument("--tenants", type=int, default=3)
     parser.add_argument("--ray", action="store_true", help="on a Ray cluster of three nodes on this machine")
     parser.add_argument("--fake", action="store_true", help="with the fake engine, whose trainer is one process")
+    parser.add_argument("--store", action="store_true", help="without a shared folder, through an object store")
     parser.add_argument("--frontends", type=int, default=0, help="HTTP processes before the service")
     parser.add_argument("--add", action="store_true", help="add the run to benchmarks/results/faults")
     parser.add_argument("--folder", type=Path, help="keep data, references and log here")
@@ -143,6 +168,9 @@ def _run_by_hand(options: argparse.Namespace, folder: Path, stack: ExitStack) ->
             address=cluster.address,
             machines=RayMachines(cluster),
         )
+    if options.store:
+        model = save_model("llama", folder / "model")
+        return run_store(folder, model, options.seed, options.kills, tenants=options.tenants)
     sys.executable = stack.enter_context(forkserver.python(folder))
     sizes = {"tenants": options.tenants, "frontends": options.frontends}
     if options.fake:

@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from tests.cluster.conftest import RayCluster
+from tests.cluster.hidden import blind_python, can_hide
 from tests.service.support.inprocess import Api, api, trained
 from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.cluster.objects import ObjectStore
@@ -27,7 +28,6 @@ from tinsmith.service.storage.records import Checkpoint, Model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
-HIDES = ["unshare", "--user", "--map-root-user", "--mount"]
 STEPS = 6
 Outcome = tuple[list[float], list[Any], dict[str, bytes]]
 
@@ -35,15 +35,11 @@ Outcome = tuple[list[float], list[Any], dict[str, bytes]]
 @pytest.fixture
 def hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A data folder that the processes of seats do not see."""
-    if subprocess.run([*HIDES, "true"], capture_output=True, check=False).returncode:
+    if not can_hide():
         pytest.skip("needs user namespaces (unshare)")
     data = tmp_path / "data"
     data.mkdir()
-    python = tmp_path / "python"
-    inner = f'mount -t tmpfs none {data} && exec {sys.executable} "$@"'
-    python.write_text(f"#!/bin/sh\nexec {' '.join(HIDES)} sh -c '{inner}' sh \"$@\"\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(sys, "executable", blind_python(tmp_path, data).path)
 
     async def read(self: SubprocessSeat, path: Path, limit: int) -> bytes | None:
         command = [
@@ -75,6 +71,50 @@ def test_bits_are_those_of_a_shared_folder(
     url = (tmp_path / "store").as_uri()
     assert asyncio.run(_run(hidden, tiny_llama, cluster, store=url)) == seen
     assert not list((tmp_path / "cache").glob(".process-*/*.writing"))
+
+
+def test_sampler_moves_to_a_machine_that_does_not_see_the_folder(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a sampler that is started again reads versions as before, or if the versions before are lost."""
+    if not can_hide():
+        pytest.skip("needs user namespaces (unshare)")
+    data = tmp_path / "data"
+    data.mkdir()
+    cluster = ClusterConfig(samplers=1, cache=tmp_path / "cache")
+    options = _options(tiny_llama, cluster, (tmp_path / "store").as_uri())
+    start = engine_factory(cluster, data, options["store"], LIMIT)
+    assert isinstance(start, ClusterFactory)
+
+    async def read(self: SubprocessSeat, path: Path, limit: int) -> None:
+        return None
+
+    async def main() -> None:
+        async with api(data, start, **options) as app:
+            app.http.timeout = 300
+            app.result = partial(_result, app)  # type: ignore[method-assign]
+            model_id = await app.model(seed=3)
+            await trained(app, model_id, 1, 2)
+            body = {"model_id": model_id, "seq_id": 5, "path": "before"}
+            before = {"model_path": (await app.call("save_weights_for_sampler", body))["path"]}
+            expected = await _sample(app, before, model_id, 0)
+            [model] = start._models.values()
+            [seat] = model._sampler_seats
+            assert isinstance(seat, SubprocessSeat)
+            assert seat.process is not None
+            seat.machine = "elsewhere"
+            monkeypatch.setattr(SubprocessSeat, "read", read)
+            monkeypatch.setattr(sys, "executable", blind_python(tmp_path, data).path)
+            os.kill(seat.process.pid, signal.SIGKILL)
+            await seat.process.died.wait()
+            assert await _sample(app, before, model_id, 1) == expected
+            assert start.transfer.through_store
+            await trained(app, model_id, 6, 1)
+            body = {"model_id": model_id, "seq_id": 8, "path": "after"}
+            after = {"model_path": (await app.call("save_weights_for_sampler", body))["path"]}
+            assert await _sample(app, after, model_id, 2) != expected
+
+    asyncio.run(main())
 
 
 def test_bits_through_s3(seen: Outcome, s3_server: object, hidden: Path, tiny_llama: Path, tmp_path: Path) -> None:

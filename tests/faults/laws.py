@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 from sqlalchemy import func, select
@@ -16,7 +18,8 @@ from sqlalchemy import func, select
 from tests.faults.clients import Tenant
 from tests.faults.reference import digest
 from tests.service.support.databases import beside
-from tinsmith.service.storage.tables import CHECKPOINTS, REQUESTS
+from tinsmith.engine.cluster.objects import Manifest, MissingObjectError, ObjectStore
+from tinsmith.service.storage.tables import CHECKPOINTS, OBJECTS, REQUESTS
 
 TIDY_S = 100.0
 """Longest time from the end of the last session until nothing of it is left: the service looks once a minute."""
@@ -25,14 +28,19 @@ GROWTH_BYTES = 48 << 20
 TEMPORARY = re.compile(r"\.(part|new|writing|replaced|plain)$")
 
 
-def lost_checkpoints(tenants: Sequence[Tenant], data: Path) -> Iterable[str]:
-    """Checkpoints whose saves were answered, and that are missing or hold other bytes."""
+def lost_checkpoints(tenants: Sequence[Tenant], data: Path, store: str | None = None) -> Iterable[str]:
+    """Checkpoints whose saves were answered, and that are missing or hold other bytes, here or in the store."""
     with beside(data) as engine, engine.connect() as db:
         rows = db.execute(select(CHECKPOINTS).where(CHECKPOINTS.c.deleted.is_(False))).all()
-    folders = {f"tinker://{row.run}/{row.kind}/{row.name}": data / "checkpoints" / row.id for row in rows}
+    found = {f"tinker://{row.run}/{row.kind}/{row.name}": row for row in rows}
     for tenant in tenants:
         for path, expected in tenant.checkpoints.items():
-            folder = folders.get(path)
+            row = found.get(path)
+            folder = data / "checkpoints" / row.id if row is not None else None
+            if row is not None and store is not None and row.digest is not None:
+                folder = data.parent / "fetched" / row.id
+                with suppress(MissingObjectError):
+                    ObjectStore(store).fetch(row.digest, folder)
             if folder is None or not folder.is_dir():
                 yield f"{tenant.name}: checkpoint {path} is lost"
             elif digest(folder) != digest(expected):
@@ -92,6 +100,19 @@ def leftovers(tenants: Sequence[Tenant], data: Path, url: str, admin_key: str) -
     open_objects = _gauges(url, admin_key)
     if open_objects:
         yield f"objects of ended sessions are left: {open_objects}"
+
+
+def faulty_objects(data: Path, store: str, caches: Sequence[Path]) -> Iterable[str]:
+    """Objects in a store on this machine that no row notes, so that nothing will delete them, and objects in caches
+    that are not what their names say."""
+    with beside(data) as engine, engine.connect() as db:
+        noted = set(db.execute(select(OBJECTS.c.id)).scalars())
+    if unnoted := set(_folders(Path(urlsplit(store).path) / "objects")) - noted:
+        yield f"{len(unnoted)} objects of the store are noted nowhere, such as {min(unnoted)}"
+    for cache in caches:
+        for name in _folders(cache):
+            if not name.startswith(".") and Manifest.of(cache / name).digest != name:
+                yield f"the files of {cache / name} are others"
 
 
 def memory_growth(before: int, after: int) -> Iterable[str]:

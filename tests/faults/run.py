@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Protocol
 
+from tests.cluster.hidden import BlindPython
 from tests.faults import laws
 from tests.faults.clients import Tenant
 from tests.faults.plan import (
@@ -110,12 +111,14 @@ class Run:
         *,
         sampling_tolerance: float = 0.0,
         machines: Machines | None = None,
+        blind: BlindPython | None = None,
     ) -> None:
-        """`machines`: those of the cluster of `config`."""
+        """`machines`: those of the cluster of `config`. `blind`: for processes that do not see the data folder."""
         self._plan = plan
         self.config = config
-        self._machines = machines
-        self._service = ServiceProcess(config, machines.engines if machines is not None else None)
+        self._machines, self._blind = machines, blind
+        engines = machines.engines if machines is not None else None
+        self._service = ServiceProcess(config, engines, blind.path if blind is not None else None)
         self._proxy = Proxy(plan.seed)
         self._proxy.forward_to(self._service.config.port)
         names = [f"tenant-{number}" for number in range(tenants)]
@@ -189,9 +192,10 @@ class Run:
             *laws.open_requests(data),
             *laws.leaks(self.tenants, url),
             *laws.unlisted_checkpoints(self.tenants, url),
-            *laws.lost_checkpoints(self.tenants, data),
+            *laws.lost_checkpoints(self.tenants, data, self.config.store),
             *laws.leftovers(self.tenants, data, url, ADMIN_KEY),
             *laws.memory_growth(before, self._service.memory()),
+            *(laws.faulty_objects(data, str(self.config.store), self._blind.caches) if self._blind else ()),
         ]
 
     def _apply(self, fault: Fault) -> None:
@@ -255,7 +259,8 @@ def _describe(config: ServeConfig) -> str:
         return "one engine"
     trainers = f"{cluster.trainers} trainer{'s' * (cluster.trainers > 1)}"
     frontends = f", {config.frontends} front ends" * (config.frontends > 0)
-    return f"{trainers}, {cluster.samplers} samplers{frontends}{', on Ray' * (cluster.address is not None)}"
+    places = ", on Ray" * (cluster.address is not None) + ", through a store" * (config.store is not None)
+    return f"{trainers}, {cluster.samplers} samplers{frontends}{places}"
 
 
 async def make_keys(data: Path, names: list[str]) -> list[str]:

@@ -26,6 +26,7 @@ from urllib.request import Request, urlopen
 import psutil
 
 from tests.service.support.databases import free_port
+from tinsmith.engine.cluster.placement import SubprocessSeat
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.remote import RemoteEngine
 from tinsmith.service.config import ServeConfig
@@ -47,9 +48,15 @@ UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 class ServiceProcess:
     """A service on a data folder and a port, started again after each kill."""
 
-    def __init__(self, config: ServeConfig, engines: Callable[[], list[int]] | None = None) -> None:
-        """`engines`: finds the processes of its engine, where they are not near the API process."""
+    def __init__(
+        self, config: ServeConfig, engines: Callable[[], list[int]] | None = None, blind_python: str | None = None
+    ) -> None:
+        """`engines`: finds the processes of its engine, where they are not near the API process.
+
+        `blind_python`: a Python for these processes that does not see the data folder.
+        """
         self._find_engines = engines or self._near_engines
+        self._blind_python = blind_python
         self.config = config.model_copy(update={"port": free_port()})
         config.data.mkdir(parents=True, exist_ok=True)
         self._log = config.data.parent / f"{config.data.name}.log"
@@ -74,7 +81,11 @@ class ServiceProcess:
             )
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None
-        options = {"config": self.config.model_dump(mode="json"), "clock": str(self._clock)}
+        options = {
+            "config": self.config.model_dump(mode="json"),
+            "clock": str(self._clock),
+            "blind_python": self._blind_python,
+        }
         self._popen.stdin.write(json.dumps(options).encode() + b"\n")
         self._pid = json.loads(self._popen.stdout.readline() or self._fail())["pid"]
         threading.Thread(target=self._wait, args=(self._popen, time.monotonic()), daemon=True).start()
@@ -267,11 +278,23 @@ def _skew_clock(file: Path) -> None:
     time.time_ns = lambda: real_time_ns() + int(OFFSET.unpack(shared[:])[0] * 1e9)
 
 
+def _start_blind(python: str) -> None:
+    """Start the processes of seats with a Python that does not see the data folder."""
+
+    async def read(seat: SubprocessSeat, path: Path, limit: int) -> None:
+        return None
+
+    sys.executable = python
+    SubprocessSeat.read = read  # type: ignore[method-assign]
+
+
 def main() -> None:
     """Entry point of the API process."""
     options = json.loads(sys.stdin.buffer.readline())
     on_parent_end(0, partial(os.kill, os.getpid(), signal.SIGKILL))
     _skew_clock(Path(options["clock"]))
+    if options["blind_python"] is not None:
+        _start_blind(options["blind_python"])
 
     def announce(**values: object) -> None:
         print(json.dumps(values), flush=True)

@@ -231,6 +231,38 @@ async def test_trainer_that_has_moved_is_checked_again(tmp_path: Path, monkeypat
 
 
 @in_loop
+async def test_sampler_that_has_moved_is_checked_again(tmp_path: Path) -> None:
+    """Fails if only the first start of a sampler asks its machine, or if others need not reach the store then."""
+    settings = ObjectSettings(url=(tmp_path / "store").as_uri(), cache_bytes=LARGE)
+    transfer = FolderTransfer(settings)
+    cluster = ModelCluster(CONFIG, ClusterConfig(samplers=1), Subprocesses(), tmp_path, transfer)
+    trainer, sampler = Machine("near", sees=True), Machine("near", sees=True)
+    cluster._trainer_seats, cluster._sampler_seats = [trainer], [sampler]
+    started = []
+
+    async def launch() -> Any:
+        started.append(transfer.through_store)
+
+    await cluster._checked(sampler, launch)()
+    sampler.machine, sampler._sees, trainer._reason = "far", False, "no credentials"
+    with pytest.raises(ConfigError, match="near cannot use the store: no credentials"):
+        await cluster._checked(sampler, launch)()
+    trainer._reason = ""
+    await cluster._checked(sampler, launch)()
+    assert started == [False, True]
+
+
+@in_loop
+async def test_moved_process_without_a_store_is_refused_by_name(tmp_path: Path) -> None:
+    """Fails if a machine is asked at the first start alone: saves there would fail one by one."""
+    cluster = ModelCluster(CONFIG, ClusterConfig(), Subprocesses(), tmp_path)
+    cluster._trainer_seats = [Machine("trainer-0", sees=False)]
+    cluster.generation = 2
+    with pytest.raises(ConfigError, match=r"trainer-0 does not see the folder .* or a --store"):
+        await cluster._start_trainer()
+
+
+@in_loop
 async def test_errors_concern_their_request_and_name_no_folder(
     store: ObjectStore, cache_in: Caches, tmp_path: Path
 ) -> None:

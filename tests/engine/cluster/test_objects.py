@@ -51,24 +51,36 @@ def test_folder_comes_back_as_it_was(objects: ObjectStore, folder: Path, tmp_pat
     assert not (tmp_path / "again").exists()
 
 
-def test_interrupted_publication_can_be_repeated(
-    objects: ObjectStore, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fails with the manifest before the files."""
-    digest = Manifest.of(folder).digest
+def interrupt(objects: ObjectStore, folder: Path) -> str:
+    """Publish a folder in a process that is killed before the manifest is stored. Returns the digest."""
 
     def fail(*_: object) -> None:
         raise KeyboardInterrupt  # the process ends here
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         for place in ("pipe_file", "cat_file"):
             patch.setattr(objects._files, place, fail)
-        patch.setattr("shutil.copyfile", fail)
+        patch.setattr("pathlib.Path.write_bytes", fail)
+        patch.setattr("tinsmith.atomic.shutil.rmtree", lambda *_, **__: None)  # nor does it clean up
         with pytest.raises(KeyboardInterrupt):
             objects.publish(folder)
+    return Manifest.of(folder).digest
+
+
+def test_interrupted_publication_can_be_repeated(objects: ObjectStore, folder: Path, tmp_path: Path) -> None:
+    """Fails with the manifest before the files."""
+    digest = interrupt(objects, folder)
     assert not objects.exists(digest)
     assert objects.publish(folder) == digest
     objects.fetch(digest, tmp_path / "copy")
+
+
+def test_interrupted_publication_can_be_deleted(objects: ObjectStore, folder: Path) -> None:
+    """Fails if only files that a manifest names are deleted: they would take room for ever."""
+    digest = interrupt(objects, folder)
+    assert objects._files.find(objects._root)
+    objects.delete(digest)
+    assert not objects._files.find(objects._root)
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", MANIFEST])

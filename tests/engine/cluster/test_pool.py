@@ -11,6 +11,7 @@ import pytest
 
 from tests.engine.cluster.pools import CONFIG, Places, in_loop, pool_of, request_of, trainer_with
 from tinsmith.engine.base import SequenceDelta
+from tinsmith.engine.cluster.files.cache import object_path
 from tinsmith.engine.cluster.pool import SamplerPool
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.errors import EngineDied, EngineError, Gone
@@ -70,6 +71,24 @@ async def test_version_is_attached_where_it_is_sampled(tmp_path: Path) -> None:
     with pytest.raises(Gone):
         await pool.sample(request_of(1, version="v"))
     assert [name for name, _ in places[0].calls] == ["attach", "detach"]
+    await pool.close()
+
+
+@in_loop
+async def test_version_is_read_from_the_store_once_a_replica_sees_no_folder(tmp_path: Path) -> None:
+    """Fails if a replica is given a folder then, or if one that has the version is given it again."""
+    pool, places, trainer = await pool_of(2)
+    await trainer.save("m", tmp_path / "v", optimizer=False)
+    await pool.attach("v", tmp_path / "v")
+    expected = await pool.sample(request_of(1, version="v"))
+    pool._transfer.through_store = True
+    with pytest.raises(Gone):  # the service attaches it again
+        await pool.sample(request_of(1, version="v"))
+    await pool.attach("v", object_path("00" * 16))
+    assert (await pool.sample(request_of(1, version="v"))).sequences[0].tokens.tolist() == (
+        expected.sequences[0].tokens.tolist()
+    )
+    assert [len(places[place].calls) for place in range(2)] == [1, 0]
     await pool.close()
 
 

@@ -21,6 +21,7 @@ from tinsmith.engine.cluster.launches import torch_in_seat, vllm_in_seat
 from tinsmith.engine.cluster.machines.plan import plan, uses_gpus, with_threads
 from tinsmith.engine.cluster.placement import Places, Seat
 from tinsmith.engine.cluster.pool import SamplerPool
+from tinsmith.engine.cluster.replica import Launch, StartedSampler
 from tinsmith.engine.cluster.status import ProcessStatus
 from tinsmith.engine.cluster.trainers.group import start_group
 from tinsmith.engine.cluster.worker import start_engine
@@ -274,7 +275,7 @@ class ModelCluster:
             self.pool = await self._start_vllm(trainer)
         else:
             payload = self._transfer.payload
-            launches = [torch_in_seat(seat, self._config, payload) for seat in self._sampler_seats]
+            launches = [self._checked(seat, torch_in_seat(seat, self._config, payload)) for seat in self._sampler_seats]
             trainer, pool = await asyncio.gather(
                 self._start_trainer(),
                 SamplerPool.start(NoTrainer(), launches, transfer=self._transfer),
@@ -291,9 +292,8 @@ class ModelCluster:
 
     async def _start_trainer(self) -> TrainerEngine:
         seats, cluster = await self._group() if self._cluster.is_group else (self._trainer_seats, self._cluster)
-        if self.generation > 1 and self._transfer.objects is not None:  # they may be on other machines than before
-            await asyncio.gather(*(seat.has_place() for seat in seats))
-            await self._transfer.choose(seats, self._shared)
+        if self.generation > 1:
+            await self._choose_again(seats)
         payload = self._transfer.payload
         if self._cluster.is_group:
             self._group_seats = seats
@@ -301,6 +301,22 @@ class ModelCluster:
         (seat,) = seats
         config = self._config.model_copy(update={"sampler": "torch"}) if self._sampler_seats else self._config
         return await start_engine(seat, config, self._config.source, self.generation, payload=payload)
+
+    async def _choose_again(self, seats: Sequence[Seat]) -> None:
+        """Find out how files reach seats that may be on other machines than before. Raises ConfigError, EngineDied."""
+        placed = await asyncio.gather(*(seat.has_place() for seat in seats))
+        others = [seat for seat in (*self._trainer_seats, *self._sampler_seats) if seat not in seats]
+        found = [seat for seat, has_place in zip(seats, placed, strict=True) if has_place]
+        await self._transfer.choose(found, self._shared, others)
+
+    def _checked(self, seat: Seat, launch: Launch) -> Launch:
+        """A launch of a sampler that asks the seat's machine, which may be another one each time."""
+
+        async def launch_again() -> StartedSampler:
+            await self._choose_again([seat])
+            return await launch()
+
+        return launch_again
 
     async def _group(self) -> tuple[Sequence[Seat], ClusterConfig]:
         """The seats of the next group: all, or those that have a machine, if others have lost theirs and the settings
@@ -324,7 +340,7 @@ class ModelCluster:
         files = TransferringEngine(trainer, self._transfer)
         zero_adapter = await self._zero_adapter(files) if trainer.card.device == "cpu" else {}
         launches = [
-            vllm_in_seat(seat, self._config, trainer.card, zero_adapter, self._transfer.payload)
+            self._checked(seat, vllm_in_seat(seat, self._config, trainer.card, zero_adapter, self._transfer.payload))
             for seat in self._sampler_seats
         ]
         return await SamplerPool.start(files, launches, trainer.card, self._transfer)

@@ -3,8 +3,9 @@
     ROOT/objects/DIGEST/{adapter_model.safetensors, …, manifest.json}
 
 The manifest has the size and the sha256 of each file and is written last: an object without a manifest does not exist.
-The digest is that of the manifest, so the same content has the same name and may be published twice; nothing is renamed
-and nothing is listed. A `file://` root is a folder that several machines share. All calls block.
+The digest is that of the manifest, so the same content has the same name and may be published twice. Nothing is
+renamed, and nothing is listed except to delete what an interrupted upload has left. A `file://` root is a folder that
+several machines share. All calls block.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from tinsmith.atomic import atomic_folder
+from tinsmith.atomic import atomic_folder, remove_unfinished
 from tinsmith.errors import ConfigError, EngineError
 
 log = logging.getLogger(__name__)
@@ -166,16 +167,25 @@ class ObjectStore:
         return Manifest.decode(content)
 
     def delete(self, digest: str) -> None:
-        """Delete an object, its manifest last, so that a deletion that was interrupted can be repeated."""
+        """Delete an object, its manifest last, so that a deletion that was interrupted can be repeated.
+
+        What an upload has left that was interrupted, which has no manifest yet, is deleted too.
+        """
         try:
             names = list(self.manifest(digest).files)
         except MissingObjectError:
-            names = []
+            names = self._names_in(digest)
         for name in [*names, MANIFEST]:
             with suppress(MissingObjectError), self._translated(f"delete {name} of {digest}"):
                 self._files.rm_file(self._path(digest, name))
         if isinstance(self._files, LocalFileSystem):
             shutil.rmtree(self._path(digest), ignore_errors=True)
+            remove_unfinished(Path(self._path(digest)))
+
+    def _names_in(self, digest: str) -> list[str]:
+        """Names of the files of an object as the store lists them."""
+        with self._translated(f"list {digest}"):
+            return [name.rpartition("/")[2] for name in self._files.find(self._path(digest))]
 
     def _make_folder(self, path: str) -> None:
         if isinstance(self._files, LocalFileSystem):

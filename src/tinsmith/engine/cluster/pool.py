@@ -140,6 +140,8 @@ class SamplerPool:
 
     async def attach(self, version: str, source: Path) -> None:
         record = self._versions.get(version)
+        if record is not None and record.folder is not None and not self._transfer.can_read(record.folder):
+            record.folder = source  # the same files as an object: replicas that have the version keep it
         if record is not None and record.folder == source:
             return
         await self._withdraw(version)
@@ -216,11 +218,14 @@ class SamplerPool:
                 await self._trainer.detach(record.name)
 
     async def _published(self, version: str) -> tuple[str, Path]:
-        """Name and folder of a version on the replicas, once it is written. Raises Gone for an unknown version."""
+        """Name and folder of a version on the replicas, once it is written.
+
+        Raises Gone for an unknown version, and for one whose folder not all replicas see: it is to be attached again.
+        """
         record = self._versions.get(version)
         if record is not None:
             await record.decided.wait()
-        if record is None or record.folder is None:
+        if record is None or record.folder is None or not self._transfer.can_read(record.folder):
             raise Gone(f"The samplers have no version '{version}'.", "Save the weights again.")
         return record.name, record.folder
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from tinsmith.atomic import atomic_folder
 from tinsmith.engine.base import ModelCard, OnDelta
-from tinsmith.engine.cluster.files.cache import NEW_OBJECT, ObjectSettings, WrittenObject, object_path
+from tinsmith.engine.cluster.files.cache import NEW_OBJECT, ObjectSettings, WrittenObject, digest_in, object_path
 from tinsmith.engine.cluster.machines.plan import check_folder, check_store, without_sight
 from tinsmith.engine.cluster.placement import Seat
 from tinsmith.engine.remote import EngineCalls
@@ -84,6 +84,8 @@ class FolderTransfer:
         self.objects = objects
         self.through_store = False
         """Whether processes take and make objects. Once a machine does not see the data folder, all do."""
+        self._known: set[str] = set()
+        """Machines that were asked."""
         self._written: dict[Path, WrittenFolder] = {}
 
     @property
@@ -91,15 +93,22 @@ class FolderTransfer:
         """For the tickets of processes."""
         return self.objects.encode() if self.objects is not None else b""
 
-    async def choose(self, seats: Sequence[Seat], folder: Path) -> None:
-        """Find out whether machines see a folder. Raises ConfigError if one sees neither it nor the store."""
+    async def choose(self, seats: Sequence[Seat], folder: Path, others: Sequence[Seat] = ()) -> None:
+        """Find out whether machines see a folder. Raises ConfigError if one sees neither it nor the store.
+
+        `others`: seats of processes that run, which must reach the store, too, once processes use it.
+        """
+        seats = [seat for seat in seats if seat.machine not in self._known]
+        if not seats:
+            return
         if self.objects is None:
             await check_folder(seats, folder)
         elif blind := await without_sight(seats, folder):
-            await check_store(seats, self.objects.url)
+            await check_store(seats if self.through_store else [*seats, *others], self.objects.url)
             if not self.through_store:
                 log.info("%s does not see %s: adapters go through %s.", blind, folder, self.objects.url)
             self.through_store = True
+        self._known |= {seat.machine for seat in seats}
 
     async def write(self, to: Path, process: Calls, call: Callable[[Path], Awaitable[Any]]) -> int:
         """Have a process write a folder; returns its size in bytes. Through a store it is not here then."""
@@ -122,6 +131,10 @@ class FolderTransfer:
     def forget(self, folder: Path) -> None:
         """The folder is not wanted any more."""
         self._written.pop(folder, None)
+
+    def can_read(self, path: Path) -> bool:
+        """Whether processes can read by this path: no folder any more once one of them does not see the data folder."""
+        return not self.through_store or digest_in(path) is not None
 
     def when_readable(self, folder: Path, publish: Callable[[Path], None]) -> None:
         """Call `publish` with the path that processes read a written folder by, once they can."""
