@@ -32,10 +32,10 @@ def lost_checkpoints(tenants: Sequence[Tenant], data: Path, store: str | None = 
     """Checkpoints whose saves were answered, and that are missing or hold other bytes, here or in the store."""
     with beside(data) as engine, engine.connect() as db:
         rows = db.execute(select(CHECKPOINTS).where(CHECKPOINTS.c.deleted.is_(False))).all()
-    found = {f"tinker://{row.run}/{row.kind}/{row.name}": row for row in rows}
+    rows_by_path = {f"tinker://{row.run}/{row.kind}/{row.name}": row for row in rows}
     for tenant in tenants:
         for path, expected in tenant.checkpoints.items():
-            row = found.get(path)
+            row = rows_by_path.get(path)
             folder = data / "checkpoints" / row.id if row is not None else None
             if row is not None and store is not None and row.digest is not None:
                 folder = data.parent / "fetched" / row.id

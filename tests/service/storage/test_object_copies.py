@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -11,9 +12,9 @@ import pytest
 
 from tests.service.support.inprocess import api, loss_in, pass_body, until
 from tinsmith.engine.cluster.files.cache import UNUSED_S
-from tinsmith.engine.cluster.objects import ObjectStore, StoreUnavailableError
+from tinsmith.engine.cluster.objects import Manifest, ObjectStore, StoreUnavailableError
 from tinsmith.service.storage import object_copies
-from tinsmith.service.storage.object_copies import UNNAMED_S
+from tinsmith.service.storage.object_copies import UNNAMED_S, UPLOADS, ObjectCopies
 from tinsmith.service.storage.records import Checkpoint, Model, StoredObject
 
 
@@ -86,6 +87,57 @@ def test_objects_end_with_their_records(tmp_path: Path) -> None:
             assert await copies.collect(later) == 1
             assert not stored(tmp_path)
             assert not app.service.store.all(StoredObject)
+
+    asyncio.run(main())
+
+
+def test_versions_are_uploaded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if an upload waits for that of other content, or a version's write for the upload of another."""
+    both, publish = threading.Barrier(2, timeout=60), ObjectStore.publish
+
+    def meet(self: ObjectStore, folder: Path, manifest: Manifest | None = None) -> str:
+        both.wait()
+        return publish(self, folder, manifest)
+
+    async def main() -> None:
+        async with api(tmp_path / "data", **options(tmp_path)) as app:
+            models = [await app.model(seed=seed) for seed in (1, 2)]
+            monkeypatch.setattr(ObjectStore, "publish", meet)
+            for model in models:
+                body = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0}
+                await app.call("save_weights_for_sampler", body)
+            await until(lambda: all(each.ready for each in app.service.store.all(Checkpoint)))
+            assert len(stored(tmp_path)) == 2
+
+    asyncio.run(main())
+
+
+def test_few_uploads_run_at_once_and_each_content_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails without the limit, which keeps memory and connections small, or without the lock of a digest."""
+    running: list[str] = []
+    most, objects = [0], ObjectStore((tmp_path / "shared").as_uri())
+    publish = ObjectStore.publish
+
+    def count(self: ObjectStore, folder: Path, manifest: Manifest | None = None) -> str:
+        digest = Manifest.of(folder).digest
+        assert digest not in running
+        running.append(digest)
+        most.append(len(running))
+        time.sleep(0.05)
+        running.remove(digest)
+        return publish(self, folder, manifest)
+
+    async def main() -> None:
+        async with api(tmp_path / "data", **options(tmp_path)) as app:
+            monkeypatch.setattr(ObjectStore, "publish", count)
+            folders = [tmp_path / str(number) for number in range(3 * UPLOADS)]
+            for number, folder in enumerate(folders):
+                folder.mkdir()
+                (folder / "file").write_text(str(number // 2))
+            copies = ObjectCopies(app.service.store, objects)
+            digests = await asyncio.gather(*(copies.publish(folder, waits=True) for folder in folders))
+            assert len(set(digests)) == len(folders) // 2
+        assert max(most) == UPLOADS
 
     asyncio.run(main())
 

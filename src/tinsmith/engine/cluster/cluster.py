@@ -304,10 +304,10 @@ class ModelCluster:
 
     async def _choose_again(self, seats: Sequence[Seat]) -> None:
         """Find out how files reach seats that may be on other machines than before. Raises ConfigError, EngineDied."""
-        placed = await asyncio.gather(*(seat.has_place() for seat in seats))
+        have_place = await asyncio.gather(*(seat.has_place() for seat in seats))
         others = [seat for seat in (*self._trainer_seats, *self._sampler_seats) if seat not in seats]
-        found = [seat for seat, has_place in zip(seats, placed, strict=True) if has_place]
-        await self._transfer.choose(found, self._shared, others)
+        placed = [seat for seat, has_place in zip(seats, have_place, strict=True) if has_place]
+        await self._transfer.choose(placed, self._shared, others)
 
     def _checked(self, seat: Seat, launch: Launch) -> Launch:
         """A launch of a sampler that asks the seat's machine, which may be another one each time."""

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakValueDictionary
 
 from tinsmith.atomic import link_folder
 from tinsmith.engine.cluster.files.cache import object_path, trim_folders
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 RETRY_S = 5.0
 """Time between two attempts while the store is unavailable."""
+UPLOADS = 4
+"""Objects that are uploaded at once: a store answers later than it takes to send an adapter's small files."""
 COLLECT_S = 60.0
 """Time between two rounds of deletion."""
 UNNAMED_S = 86_400.0
@@ -55,8 +58,10 @@ class ObjectCopies:
         self._store, self._objects = store, objects
         self._transfer = transfer or FolderTransfer()
         self._data, self._cache_bytes = data, cache_bytes
-        self._lock = asyncio.Lock()
-        """Held while an object is published or deleted: a new record may name an object that is about to be deleted."""
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By digest. Held while the object is published or deleted: a new record may name one that is about to be
+        deleted."""
+        self._uploads = asyncio.Semaphore(UPLOADS)
         self._fetching: dict[Path, asyncio.Lock] = {}
         self._failed = float("-inf")
         """When the store last did not answer, by the monotonic clock."""
@@ -104,7 +109,7 @@ class ObjectCopies:
             await asyncio.to_thread(link_folder, await self.ensure(folder, digest), to)
             return digest
         digest = digest or await self._digest_of(folder)
-        async with self._lock:  # the record follows
+        async with self._lock_of(digest):  # the record follows
             await self._store.put(StoredObject(id=digest, created=time.time()))
         return digest
 
@@ -146,7 +151,7 @@ class ObjectCopies:
             return 0
         objects, deleted = self._objects, 0
         for stored in self._store.all(StoredObject):
-            async with self._lock:
+            async with self._lock_of(stored.id):
                 current = self._store.find(StoredObject, stored.id)
                 if current is None or now - current.created < UNNAMED_S or stored.id in self._named():
                     continue
@@ -174,9 +179,12 @@ class ObjectCopies:
 
     async def _store_object(self, digest: str, upload: Callable[[], Awaitable[object]], *, waits: bool) -> None:
         """Note an object, and upload it."""
-        async with self._lock:
+        async with self._lock_of(digest), self._uploads:
             await self._store.put(StoredObject(id=digest, created=time.time()))
             await self._call(upload, waits=waits)
+
+    def _lock_of(self, digest: str) -> asyncio.Lock:
+        return self._locks.setdefault(digest, asyncio.Lock())
 
     async def _call(self, work: Callable[[], Awaitable[R]], *, waits: bool) -> R:
         """Do the work, again and again while the store is unavailable if the caller waits."""

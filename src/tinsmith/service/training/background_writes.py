@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from weakref import WeakValueDictionary
 
 from tinsmith.atomic import remove_unfinished
 from tinsmith.errors import EngineDied, EngineError, TinsmithError
@@ -27,7 +28,7 @@ LOOK_S = 0.5
 
 
 class BackgroundWriter:
-    """Writes the unnamed versions of one engine, one at a time."""
+    """Writes the unnamed versions of one engine one at a time, and has several uploaded at once."""
 
     def __init__(self, host: EngineHost, store: Store, checkpoints: Checkpoints) -> None:
         self._host = host
@@ -36,7 +37,10 @@ class BackgroundWriter:
         self._sizes: dict[str, int] = {}
         """Bytes of the versions that the engine has written, once only, and that the object store does not have yet."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._lock = asyncio.Lock()
+        self._writing = asyncio.Lock()
+        """Held while the engine writes a version."""
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By version: it is written and uploaded once, while others are uploaded."""
         self._error: Exception | None = None
         """Why the last write failed; None if it did not."""
 
@@ -96,25 +100,27 @@ class BackgroundWriter:
                 await asyncio.sleep(RETRY_S)
 
     async def _persist(self, version: Checkpoint) -> None:
-        async with self._lock:
-            if not self._is_unwritten(version):
-                self._sizes.pop(version.id, None)
-                return
-            size = self._sizes.get(version.id)
-            if size is None:
-                folder = self._checkpoints.folder(version.id)
-                try:
-                    size = await self._host.engine.persist(version.id, folder)
-                except EngineDied:
-                    remove_unfinished(folder)  # its session may end before a replay writes it again
-                    raise
-                self._sizes[version.id] = size
+        async with self._locks.setdefault(version.id, asyncio.Lock()):
+            async with self._writing:
+                if not self._is_unwritten(version):
+                    self._sizes.pop(version.id, None)
+                    return
+                size = self._sizes[version.id] = self._sizes.get(version.id) or await self._write_folder(version)
             digest = await self._checkpoints.publish(version.id, waits=False)
             self._error = None
             self._sizes.pop(version.id, None)
             written = await self._store.update(Checkpoint, version.id, ready=True, size_bytes=size, digest=digest)
             if written is None or written.deleted:
                 await self._checkpoints.delete(version)  # its session ended during the write
+
+    async def _write_folder(self, version: Checkpoint) -> int:
+        """Have the engine write a version. Returns its size in bytes."""
+        folder = self._checkpoints.folder(version.id)
+        try:
+            return await self._host.engine.persist(version.id, folder)
+        except EngineDied:
+            remove_unfinished(folder)  # its session may end before a replay writes it again
+            raise
 
     def _is_unwritten(self, version: Checkpoint) -> bool:
         current = self._store.find(Checkpoint, version.id)
