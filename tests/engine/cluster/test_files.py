@@ -232,7 +232,7 @@ async def test_trainer_that_has_moved_is_checked_again(tmp_path: Path, monkeypat
 
 @in_loop
 async def test_sampler_that_has_moved_is_checked_again(tmp_path: Path) -> None:
-    """Fails if only the first start of a sampler asks its machine, or if others need not reach the store then."""
+    """Fails if only the first start of a sampler checks its machine, or if others need not reach the store then."""
     settings = ObjectSettings(url=(tmp_path / "store").as_uri(), cache_bytes=LARGE)
     transfer = FolderTransfer(settings)
     cluster = ModelCluster(CONFIG, ClusterConfig(samplers=1), Subprocesses(), tmp_path, transfer)
@@ -254,7 +254,7 @@ async def test_sampler_that_has_moved_is_checked_again(tmp_path: Path) -> None:
 
 @in_loop
 async def test_moved_process_without_a_store_is_refused_by_name(tmp_path: Path) -> None:
-    """Fails if a machine is asked at the first start alone: saves there would fail one by one."""
+    """Fails if a machine is checked at the first start alone: saves there would fail one by one."""
     cluster = ModelCluster(CONFIG, ClusterConfig(), Subprocesses(), tmp_path)
     cluster._trainer_seats = [Machine("trainer-0", sees=False)]
     cluster.generation = 2

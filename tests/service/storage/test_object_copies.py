@@ -93,10 +93,10 @@ def test_objects_end_with_their_records(tmp_path: Path) -> None:
 
 def test_versions_are_uploaded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if an upload waits for that of other content, or a version's write for the upload of another."""
-    both, publish = threading.Barrier(2, timeout=60), ObjectStore.publish
+    barrier, publish = threading.Barrier(2, timeout=60), ObjectStore.publish
 
     def meet(self: ObjectStore, folder: Path, manifest: Manifest | None = None) -> str:
-        both.wait()
+        barrier.wait()
         return publish(self, folder, manifest)
 
     async def main() -> None:

@@ -310,7 +310,7 @@ class ModelCluster:
         await self._transfer.choose(placed, self._shared, others)
 
     def _checked(self, seat: Seat, launch: Launch) -> Launch:
-        """A launch of a sampler that asks the seat's machine, which may be another one each time."""
+        """A launch of a sampler that checks the seat's machine, which may be another one each time."""
 
         async def launch_again() -> StartedSampler:
             await self._choose_again([seat])

@@ -84,8 +84,8 @@ class FolderTransfer:
         self.objects = objects
         self.through_store = False
         """Whether processes take and make objects. Once a machine does not see the data folder, all do."""
-        self._known: set[str] = set()
-        """Machines that were asked."""
+        self._machines: set[str] = set()
+        """Names of the machines that were checked."""
         self._written: dict[Path, WrittenFolder] = {}
 
     @property
@@ -98,7 +98,7 @@ class FolderTransfer:
 
         `others`: seats of processes that run, which must reach the store, too, once processes use it.
         """
-        seats = [seat for seat in seats if seat.machine not in self._known]
+        seats = [seat for seat in seats if seat.machine not in self._machines]
         if not seats:
             return
         if self.objects is None:
@@ -108,7 +108,7 @@ class FolderTransfer:
             if not self.through_store:
                 log.info("%s does not see %s: adapters go through %s.", blind, folder, self.objects.url)
             self.through_store = True
-        self._known |= {seat.machine for seat in seats}
+        self._machines |= {seat.machine for seat in seats}
 
     async def write(self, to: Path, process: Calls, call: Callable[[Path], Awaitable[Any]]) -> int:
         """Have a process write a folder; returns its size in bytes. Through a store it is not here then."""
