@@ -2,14 +2,15 @@
 
 import asyncio
 import itertools
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tinsmith.engine import device_sharing
 from tinsmith.engine.device_sharing import POLICIES, DeviceScheduler, Sharing, Workload
 
 
@@ -97,11 +98,15 @@ def test_no_workload_starves(sharing: Sharing, training: list[float], sampling: 
 
 
 @pytest.mark.parametrize("sharing", POLICIES)
-def test_single_workload_never_waits(sharing: Sharing) -> None:
-    simulation = Simulation(sharing)
-    start = time.perf_counter()
+def test_single_workload_never_waits(sharing: Sharing, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation, sleeps = Simulation(sharing), list[float]()
+
+    async def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+
+    monkeypatch.setattr(device_sharing, "asyncio", SimpleNamespace(sleep=sleep))
     asyncio.run(simulation.work("sampling", [1.0] * 1000))
-    assert time.perf_counter() - start < 2.0
+    assert sleeps == [0] * 1000 * device_sharing.LOOP_ITERATIONS
     assert len(simulation.turns) == 1000
 
 

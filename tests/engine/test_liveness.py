@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,16 +19,22 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "HEARTBEAT_S", 0.01)
 
 
-async def reason(pulse: Pulse, beats: list[int], *, busy: bool) -> str | None:
+async def reason(patch: pytest.MonkeyPatch, beats: list[int], *, busy: bool) -> str | None:
     """Why a child stalls that sends these progress counters, one a tick; None if it does not within 30 ticks."""
+    pulse, ticks = Pulse(), count()
+
+    async def tick(seconds: float) -> None:
+        if next(ticks) == 30:
+            raise TimeoutError
 
     def is_busy() -> bool:
         if beats:
             pulse.beat(Heartbeat(beats.pop(0)))
         return busy
 
+    patch.setattr(liveness, "asyncio", SimpleNamespace(sleep=tick))
     try:
-        return (await asyncio.wait_for(pulse.stalled(0.1, 0.15, is_busy), 0.3)).reason
+        return (await pulse.stalled(0.1, 0.15, is_busy)).reason
     except TimeoutError:
         return None
 
@@ -41,9 +49,11 @@ async def reason(pulse: Pulse, beats: list[int], *, busy: bool) -> str | None:
         (list(range(100)), True, None),
     ],
 )
-def test_child_stalls_without_heartbeat_or_progress(beats: list[int], busy: bool, expected: str | None) -> None:
+def test_child_stalls_without_heartbeat_or_progress(
+    beats: list[int], busy: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fails without the comparison of either limit in `Pulse.stalled`."""
-    found_reason = asyncio.run(reason(Pulse(), beats, busy=busy))
+    found_reason = asyncio.run(reason(monkeypatch, beats, busy=busy))
     assert (found_reason or "None").startswith(str(expected))
 
 

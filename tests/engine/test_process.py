@@ -18,7 +18,7 @@ import torch
 from tests.engine.data import pass_for
 from tests.engine.inspection import weights_of
 from tests.engine.reference import assert_same
-from tests.engine.sampling.helpers import assert_same_samples, sample_request
+from tests.engine.sampling.helpers import assert_same_samples, sample_request, sampling
 from tinsmith.engine.autotune import set_matmul_precision
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult
 from tinsmith.engine.config import EngineConfig
@@ -118,12 +118,11 @@ def test_loading_error_reaches_the_parent(tmp_path: Path, wait: Any):
 def test_death_of_the_child_fails_all_calls(tiny_llama: Path, wait: Any):
     async def kill_engine() -> None:
         engine = await start(tiny_llama)
-        waiting = asyncio.create_task(engine.sample(sample_request(max_tokens=240, num_samples=64)))
-        await asyncio.sleep(0.2)
+        waiting = await sampling(engine, sample_request(max_tokens=240, num_samples=64))
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(EngineDied):
-            await asyncio.wait_for(waiting, timeout=20)
-        await asyncio.wait_for(engine.died.wait(), timeout=20)
+            await asyncio.wait_for(waiting, timeout=240)
+        await asyncio.wait_for(engine.died.wait(), timeout=240)
         with pytest.raises(EngineDied):
             await engine.sample(sample_request())
         await engine.close()
@@ -177,14 +176,13 @@ def test_kill_during_the_wait_for_a_reason_fails_all_calls(wait: Any):
 def test_undecodable_message_ends_the_engine(whose: str, tiny_llama: Path, wait: Any):
     async def kill_engine() -> None:
         engine = await start(tiny_llama)
-        waiting = asyncio.create_task(engine.sample(sample_request(max_tokens=240, num_samples=64)))
-        await asyncio.sleep(0.2)
+        waiting = await sampling(engine, sample_request(max_tokens=240, num_samples=64))
         if whose == "ours":
             engine._reader.feed_data(LENGTH_PREFIX.pack(3) + b"???")
         else:
             engine._writer.write(LENGTH_PREFIX.pack(3) + b"???")
         with pytest.raises(EngineDied):
-            await asyncio.wait_for(waiting, timeout=20)
+            await asyncio.wait_for(waiting, timeout=240)
         assert engine.died.is_set()
         await engine.close()
 
@@ -207,8 +205,8 @@ def test_stuck_child_is_killed_on_close(
         await asyncio.sleep(0.1)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(engine.close(), 1)
-        await asyncio.wait_for(engine._child.died.wait(), 5)
+        await asyncio.wait_for(engine._child.died.wait(), 240)
         with pytest.raises(EngineDied):
-            await asyncio.wait_for(waiting, 5)
+            await asyncio.wait_for(waiting, 240)
 
     wait(stuck())

@@ -7,15 +7,19 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.service.support.process import child, free_port
+from tests.service.support.process import LIMIT_S, Child, child, eventually, free_port
 from tinsmith.service.config import ServeConfig
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
+
+HOLD_S = 44.0
+"""The longest time for which a poll may be held."""
 
 
 def config(data: Path, **changes) -> ServeConfig:
@@ -25,8 +29,8 @@ def config(data: Path, **changes) -> ServeConfig:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_ends_the_server_with_open_polls(tmp_path: Path, number: int) -> None:
     with (
-        child(config(tmp_path), delay=60) as running,
-        httpx.Client(base_url=f"{running.url}/api/v1", headers={"X-API-Key": "tml-x"}, timeout=40) as http,
+        child(config(tmp_path, hold_s=HOLD_S), delay=600) as running,
+        httpx.Client(base_url=f"{running.url}/api/v1", headers={"X-API-Key": "tml-x"}, timeout=LIMIT_S) as http,
     ):
         session = http.post("/create_session", json={}).json()["session_id"]
         sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
@@ -47,43 +51,43 @@ def test_signal_ends_the_server_with_open_polls(tmp_path: Path, number: int) -> 
         polls = [threading.Thread(target=poll, args=(item,)) for item in promises * 5]
         for thread in polls:
             thread.start()
-        time.sleep(0.5)
+        running.until_polls_wait(10)
         began = time.monotonic()
         running.popen.send_signal(number)
-        assert running.popen.wait(10) == 0
-        assert time.monotonic() - began < 10
+        assert running.popen.wait(LIMIT_S) == 0
+        assert time.monotonic() - began < HOLD_S - 4, "it ended the polls instead of waiting for their time"
         for thread in polls:
             thread.join()
         assert answers == [408] * 10
 
 
 def test_healthz_is_503_while_models_load(tmp_path: Path) -> None:
-    settings = config(tmp_path)
-    with child(settings, boot=1.0, wait=False) as running:
-        url = f"http://127.0.0.1:{settings.port}/api/v1"
-        seen = set()
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and 200 not in seen:
-            try:
-                seen.add(httpx.get(f"{url}/healthz").status_code)
-            except httpx.ConnectError:
-                time.sleep(0.05)
-        assert seen == {503, 200}
+    with child(config(tmp_path), held=True) as running:
+        eventually(lambda: healthz(running) is not None)
+        assert healthz(running) == 503
+        running.release()
+        eventually(lambda: healthz(running) != 503)
+        assert healthz(running) == 200
         assert running.popen.stdout.readline()
 
 
+def healthz(running: Child) -> int | None:
+    """The status of /healthz; None before the port is open."""
+    try:
+        return httpx.get(f"{running.url}/api/v1/healthz", timeout=LIMIT_S).status_code
+    except httpx.ConnectError:
+        return None
+
+
 def test_request_waits_for_a_loading_model(tmp_path: Path) -> None:
-    settings = config(tmp_path)
-    with child(settings, boot=1.0, wait=False):
-        with httpx.Client(base_url=f"http://127.0.0.1:{settings.port}/api/v1", timeout=20) as http:
-            deadline = time.monotonic() + 20
-            while time.monotonic() < deadline:
-                try:
-                    answer = http.get("/get_server_capabilities", headers={"X-API-Key": "tml-x"})
-                    break
-                except httpx.ConnectError:
-                    time.sleep(0.05)
-        assert answer.json()["supported_models"][0]["max_context_length"] == 32768
+    with child(config(tmp_path), held=True) as running, ThreadPoolExecutor() as pool:
+        eventually(lambda: healthz(running) == 503)
+        url, headers = f"{running.url}/api/v1/get_server_capabilities", {"X-API-Key": "tml-x"}
+        waiting = pool.submit(httpx.get, url, headers=headers, timeout=LIMIT_S)
+        time.sleep(0.2)
+        assert not waiting.done()
+        running.release()
+        assert waiting.result().json()["supported_models"][0]["max_context_length"] == 32768
 
 
 def test_data_folder_and_port_are_exclusive(tmp_path: Path) -> None:
@@ -103,7 +107,7 @@ for config in sys.argv[1:]:
         print(error)
 """
         configs = [item.model_dump_json() for item in (same_folder, same_port)]
-        done = subprocess.run([sys.executable, "-c", code, *configs], capture_output=True, text=True, timeout=30)
+        done = subprocess.run([sys.executable, "-c", code, *configs], capture_output=True, text=True, timeout=LIMIT_S)
         assert done.returncode == 0, done.stderr
         folder, port = done.stdout.splitlines()
         assert "Another server uses" in folder
@@ -112,7 +116,7 @@ for config in sys.argv[1:]:
 
 def test_api_process_imports_neither_torch_nor_sdk(forked_programs: str) -> None:
     code = "import sys, tinsmith.service.server as a; print([m for m in ('torch', 'tinker') if m in sys.modules])"
-    done = subprocess.run([forked_programs, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([forked_programs, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -124,7 +128,9 @@ def test_generated_key_is_stable_and_private(tmp_path: Path) -> None:
             key_file = tmp_path / "api-key"
             keys.append(key_file.read_text().strip())
             assert key_file.stat().st_mode & 0o777 == 0o600
-            answer = httpx.post(f"{running.url}/api/v1/create_session", json={}, headers={"X-API-Key": keys[-1]})
+            answer = httpx.post(
+                f"{running.url}/api/v1/create_session", json={}, headers={"X-API-Key": keys[-1]}, timeout=60
+            )
             assert answer.status_code == 200
     assert keys[0] == keys[1]
     assert keys[0].startswith("tml-")

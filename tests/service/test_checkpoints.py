@@ -43,9 +43,9 @@ def test_expired_checkpoint_is_deleted(tmp_path: Path) -> None:
             [checkpoint] = app.service.store.all(Checkpoint)
             folder = app.service.checkpoints.folder(checkpoint.id)
             assert folder.is_dir()
+            assert (await app.post("weights_info", {"tinker_path": path})).status_code == 200
             await app.service.store.update(Checkpoint, checkpoint.id, expires=time.time() + 1.0)
             app.service.sessions.wake()
-            assert (await app.post("weights_info", {"tinker_path": path})).status_code == 200
             await until(lambda: not app.service.store.all(Checkpoint))
             assert (await app.post("weights_info", {"tinker_path": path})).status_code == 404
             assert not folder.exists()
@@ -60,8 +60,7 @@ def test_overwrite_deletes_the_old_folder(tmp_path: Path) -> None:
             path = await saved(app, model, 1, user_metadata={"a": "1"})
             await app.step(model, 2)
             assert await saved(app, model, 3, overwrite=True) == path
-            for _ in range(20):
-                await asyncio.sleep(0.01)
+            await until(lambda: len(list((tmp_path / "checkpoints").iterdir())) == 1)
             [checkpoint] = app.service.store.all(Checkpoint)
             assert checkpoint.metadata is None
             assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == [checkpoint.id]

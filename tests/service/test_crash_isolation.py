@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.service.support.inprocess import Api, Factory, api
+from tests.service.support.inprocess import Api, Factory, MortalEngine, api, until
 from tinsmith.engine.base import SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.errors import EngineDied, EngineError
@@ -61,10 +61,9 @@ def test_sample_that_kills_engines_fails_and_training_does_not(tmp_path: Path) -
             assert attempts == 3
             assert error is not None
             assert "died 3 times" in error["error"]
-            engines = len(start.made)
-            assert engines == 4
+            await until(lambda: len(start.made) == 4)
             assert "died 3 times" in ((await sampled(bob, sampler, DEADLY, first=20))[1] or {})["error"]
-            assert len(start.made) == engines, "the same prompt is not run again"
+            assert len(start.made) == 4, "the same prompt is not run again"
 
     asyncio.run(main())
 
@@ -88,10 +87,13 @@ def test_samples_lost_together_are_submitted_twice(tmp_path: Path) -> None:
         start = Factory()
         async with api(tmp_path, start) as app:
             sampler = await session(app)
-            start.hook = lambda call, _: asyncio.sleep(0.1) if call == "sample" and len(start.made) == 1 else None
+            engine, dead = start.made[0].engine, asyncio.Event()
+            assert isinstance(engine, MortalEngine)
+            start.hook = lambda call, _: dead.wait() if call == "sample" and len(start.made) == 1 else None
             group = [asyncio.create_task(sampled(app, sampler, [5, 6], first=20 * number)) for number in range(8)]
-            await asyncio.sleep(0.05)
+            await until(lambda: engine.calls.count("sample") == 8)
             start.kill()
+            dead.set()
             assert await asyncio.gather(*group) == [(2, None)] * 8
 
     asyncio.run(main())

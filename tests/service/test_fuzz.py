@@ -67,7 +67,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
     config = ServeConfig(models=("toy",), engine="fake", data=data, hold_s=0.2, log_level="warning")
     with (
         embedded(config) as (url, key),
-        httpx.Client(base_url=f"{url}/api/v1/", headers={"X-API-Key": key}, timeout=30) as http,
+        httpx.Client(base_url=f"{url}/api/v1/", headers={"X-API-Key": key}, timeout=120) as http,
     ):
         session = http.post("create_session", json={}).json()["session_id"]
         made = Fuzzed(http, url, session, f"{session}:train:0", f"{session}:sample:0", count(1))
@@ -113,7 +113,7 @@ def fault_of(fuzzed: Fuzzed, operation: schemathesis.APIOperation, examples: int
     )
     @given(operation.as_strategy())
     def answers(case: schemathesis.Case) -> None:
-        answer = case.call(base_url=fuzzed.url, headers=dict(fuzzed.http.headers), timeout=30)
+        answer = case.call(base_url=fuzzed.url, headers=dict(fuzzed.http.headers), timeout=120)
         if answer.status_code >= 500:
             faults.append(f"{answer.status_code}: {case.path_parameters} {case.query} {case.body!r}")
 
@@ -165,7 +165,7 @@ def test_rejects_missing_bodies(fuzzed: Fuzzed, name: str) -> None:
     answer = fuzzed.post("forward_backward", body, headers=headers)
     assert 400 <= answer.status_code < 500
     assert answer.json()["detail"]
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 100
     fuzzed.works()
 
 

@@ -123,13 +123,16 @@ def test_crash_during_many_samples_loses_none(tmp_path: Path) -> None:
         original = client.create_sampling_client(base_model="toy").result()
         clients = [original, pickle.loads(pickle.dumps(original))]
         futures = []
-        for _ in range(3):
+        for number in range(3):
+            if number == 2:
+                first.hold()
             futures += [sampler.sample(PROMPT, 2, params).future() for sampler in clients for _ in range(10)]
             time.sleep(0.2)
+        first.until_held()
         first.kill()
         ended = sum(future.done() for future in futures)
     with child(config):
-        responses = [future.result(60) for future in futures]
+        responses = [future.result(240) for future in futures]
     assert ended < len(futures)
     sequences = [sequence for response in responses for sequence in response.sequences]
     assert all(len(sequence.tokens) == 3 for sequence in sequences)

@@ -136,7 +136,7 @@ def test_models_of_unserved_base_models_end_with_their_session(tmp_path: Path) -
 
 def test_unacknowledged_samples_are_removed_with_their_session(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path, retention_s=2.0) as app:
+        async with api(tmp_path) as app:
             sampler = await base_sampler(app)
             futures = app.service.futures
             promises = [(await app.post("asample", sample_body(sampler, seq))).json() for seq in range(3)]
@@ -147,6 +147,8 @@ def test_unacknowledged_samples_are_removed_with_their_session(tmp_path: Path) -
             await finish(app, sampler.split(":")[0])
             body = (await poll(app, sampler, timeout=0)).json()["completions"]
             assert len(body) == 3, "another clone may still fetch them"
+            for promise in promises:  # as `retention_s` after their ends
+                futures._expiry.start(promise["request_id"], 0.01)
             await until(lambda: not futures.completions._logs)
             assert not any(promise["request_id"] in futures._unfinished for promise in promises)
 

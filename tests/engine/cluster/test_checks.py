@@ -13,9 +13,12 @@ from tinsmith.errors import ConfigError
 
 def test_address_where_nothing_listens_is_refused_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setattr(checks, "REACH_HEAD_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        asyncio.run(checks.check_address(address))
-    with pytest.raises(ConfigError, match=f"no Ray cluster at {address}"):
+        with monkeypatch.context() as patch:
+            patch.setattr(checks, "REACH_HEAD_S", 0.2)
+            with pytest.raises(ConfigError, match=f"no Ray cluster at {address}"):
+                asyncio.run(checks.check_address(address))
+        listener.listen()
         asyncio.run(checks.check_address(address))

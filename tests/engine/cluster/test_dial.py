@@ -86,6 +86,7 @@ def test_silent_connection_does_not_block_others(monkeypatch: pytest.MonkeyPatch
     with socket.create_connection((process.address.host, process.address.port)) as silent:
         assert len(silent.recv(100)) == dial.TOKEN_BYTES
         assert _ends(silent)
+    monkeypatch.undo()
     assert asyncio.run(exchange(process)) == b"ping"
 
 
@@ -107,10 +108,10 @@ def test_process_without_the_token_is_refused() -> None:
 
 
 def test_unreachable_process_is_an_engine_that_died() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with pytest.raises(EngineDied, match="cannot be reached"):
-        asyncio.run(dial.dial(Address("127.0.0.1", port), TICKET, buffer=100))
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # nobody else can listen on this port
+        with pytest.raises(EngineDied, match="cannot be reached"):
+            asyncio.run(dial.dial(Address("127.0.0.1", bound.getsockname()[1]), TICKET, buffer=100))
 
 
 def test_ticket_is_read_as_written() -> None:
@@ -119,7 +120,7 @@ def test_ticket_is_read_as_written() -> None:
 
 
 def _ends(connection: socket.socket) -> bool:
-    connection.settimeout(10)
+    connection.settimeout(120)
     try:
         return connection.recv(100) == b""
     except ConnectionResetError:

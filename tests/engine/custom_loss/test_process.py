@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,10 +92,8 @@ def test_loss_that_takes_too_long_is_ended(losses: LossProcess, monkeypatch: pyt
     monkeypatch.setattr(process, "MAX_SECONDS", 0.1)
     monkeypatch.setattr(process, "GRACE_S", 0.1)
     square = [("torch.zeros", [4000, 4000], {}), ("torch.matmul", [ref("s0"), ref("s0")], {})]
-    start = time.perf_counter()
     with pytest.raises(TooLarge, match="took over"):
         losses.evaluate(graph_of(*square), DATA, 0.0)
-    assert time.perf_counter() - start < 5
     monkeypatch.undo()
     assert losses.evaluate(GOOD, DATA, 0.0)[0][0].loss == 0.0
 

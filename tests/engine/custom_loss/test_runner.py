@@ -121,10 +121,10 @@ LARGE = {
 @pytest.mark.parametrize("case", LARGE)
 def test_huge_sizes_are_refused_before_allocation(case: str) -> None:
     custom_loss = loss_of(*LARGE[case])
-    start = time.perf_counter()
+    start = time.process_time()  # it does not count while the machine stands still
     with pytest.raises(UserError):
         custom_loss.run(torch.full((40,), -1.0), {"w": np.ones(40, np.float32)})
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
 
 
 WRONG = {

@@ -36,7 +36,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> threading.E
     gate, function = threading.Event(), getattr(module, name)
 
     def wait(*args: Any, **options: Any) -> Any:
-        assert gate.wait(20), "the event loop waits for the disk"
+        assert gate.wait(240), "the event loop waits for the disk"
         return function(*args, **options)
 
     monkeypatch.setattr(module, name, wait)

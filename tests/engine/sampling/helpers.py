@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tinsmith.engine.base import Datum, Pass, SampleRequest, SampleResult
+from tinsmith.engine.base import Datum, Pass, SampleRequest, SampleResult, SequenceDelta
 
 _numbers = count()
 
@@ -20,6 +21,22 @@ def sample_request(prompt: Any = PROMPT, **changes: Any) -> SampleRequest:
     """A request with a unique id; by default 16 tokens without stops."""
     settings: dict[str, Any] = {"max_tokens": 16, "seed": 1, **NEVER, **changes}
     return SampleRequest(request_id=f"request-{next(_numbers)}", prompt=np.asarray(prompt, dtype=np.int32), **settings)
+
+
+async def sampling(engine: Any, request: SampleRequest, tokens: int = 1) -> asyncio.Task[SampleResult]:
+    """Start a request, and wait until so many tokens of its first sample are there, or until it has failed."""
+    begun, seen = asyncio.Event(), 0
+
+    def count_tokens(delta: SequenceDelta) -> None:
+        nonlocal seen
+        seen += len(delta.tokens) if delta.sample == 0 else 0
+        if seen >= tokens:
+            begun.set()
+
+    running = asyncio.create_task(engine.sample(request, count_tokens))
+    running.add_done_callback(lambda _: begun.set())
+    await begun.wait()
+    return running
 
 
 def trained_logprobs(engine: Any, wait: Any, model_id: str, prompt: Any, tokens: np.ndarray) -> np.ndarray:

@@ -152,7 +152,7 @@ def test_sampling_and_training_continue_during_persist(
     go, write = threading.Event(), peft.write
 
     def slow_write(*args: Any) -> int:
-        assert go.wait(30)
+        assert go.wait(240)
         return write(*args)
 
     monkeypatch.setattr(peft, "write", slow_write)

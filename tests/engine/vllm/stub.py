@@ -112,7 +112,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def respond_slowly(self) -> bool:
         """Wait; returns whether the client is still connected."""
-        closed, _, _ = select.select([self.connection], [], [], 30)
+        closed, _, _ = select.select([self.connection], [], [], 600)
         if closed:
             self.server.record_event("closed", self.path)
         return not closed

@@ -73,7 +73,7 @@ def version(engine: VllmEngine, wait: Any, model_id: str) -> Iterator[str]:
 
 
 async def until(done: Callable[[], bool]) -> None:
-    for _ in range(400):
+    for _ in range(2400):  # two minutes
         if done():
             return
         await asyncio.sleep(0.05)
@@ -249,7 +249,7 @@ def test_cancelled_request_closes_its_connection(engine: VllmEngine, version: st
             await abandoned
         await until(lambda: len(recorded("closed")) == 2)
 
-    wait(asyncio.wait_for(cancel(), 20))
+    wait(asyncio.wait_for(cancel(), 240))
 
 
 def test_vllm_is_restarted_when_it_dies(engine: VllmEngine, version: str, wait: Any, recorded: Any):
@@ -265,7 +265,7 @@ def test_vllm_is_restarted_when_it_dies(engine: VllmEngine, version: str, wait: 
         assert engine.server.pid != pid
         assert engine.server.up.is_set()
 
-    wait(asyncio.wait_for(end(), 30))
+    wait(asyncio.wait_for(end(), 240))
     sequence, right = recorded("/v1/load_lora_adapter")
     assert sequence["lora_path"] == right["lora_path"]
 

@@ -78,7 +78,7 @@ def test_client_continues_on_a_restored_backup(tmp_path: Path) -> None:
         assert faults(data) == {}
         stopped.set()
         for other in others:
-            other.join(30)
+            other.join(240)
         server.kill()
 
         restore(tmp_path / "backup", restored, None)

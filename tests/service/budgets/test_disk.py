@@ -142,7 +142,7 @@ def test_full_disk_is_emptied_by_deleting_and_finishing(
             await until(lambda: all(version.ready for version in app.service.store.all(Checkpoint)))
             await until((small_disk / "database.reserve").exists)
             ballast = fill(small_disk)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(120):
                 session = model.partition(":")[0]
                 assert (await app.post("session_heartbeat", {"session_id": session})).status_code == 200
                 assert (await app.post("create_session", {"tags": []})).status_code == 429

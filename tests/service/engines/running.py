@@ -20,7 +20,7 @@ def pid_of(host: EngineHost) -> int:
 
 async def started(host: EngineHost, count: int) -> None:
     """Wait for an engine start."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while host.start_count < count or not host.is_up:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -31,7 +31,7 @@ async def states(app: Api) -> dict[str, str]:
 
 
 async def until_states(app: Api, expected: dict[str, str]) -> None:
-    for _ in range(500):
+    for _ in range(6000):
         if await states(app) == expected:
             return
         await asyncio.sleep(0.01)
@@ -124,7 +124,7 @@ def test_model_is_replaced_by_another_source(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path, models=BOTH) as app:
             assert await load(app, "toy", source="three", replace=True) == 202
-            for _ in range(500):
+            for _ in range(6000):
                 listed = (await app.send("GET", "/api/v1/admin/base_models", b"")).json()["base_models"]
                 sources = {status["name"]: status["source"] for status in listed if status["state"] == "up"}
                 if sources == {"toy": "three", "other": "two"}:

@@ -61,7 +61,7 @@ def test_poll_of_a_waiting_request_has_its_place(tmp_path: Path) -> None:
             start.hook = lambda call, _: go.wait() if call == "run" else None
             promises = [(await running.post("forward_backward", pass_body(model, seq))).json() for seq in (1, 2, 3)]
             await asyncio.sleep(1.0)  # a view may be that old
-            answers = [await running.result(promise) for promise in promises]
+            answers = [await running.poll(promise) for promise in promises]
             assert [answer.status_code for answer in answers] == [408] * 3
             assert answers[0].json() == {"queue_state": "active"}
             reason = "2 requests (6 tokens) before this one"

@@ -17,7 +17,7 @@ import pytest
 
 from tests.service.engines.running import host_of, pid_of, started, training
 from tests.service.support.inprocess import api, loss_in, pass_body
-from tests.service.support.process import child, free_port, separate
+from tests.service.support.process import LIMIT_S, child, free_port, separate
 from tinsmith.engine.config import EngineConfig
 from tinsmith.errors import EngineDied
 from tinsmith.service.config import ServeConfig
@@ -25,6 +25,8 @@ from tinsmith.service.engines.host import RunningEngine, start_engine
 from tinsmith.service.frontends.serving import DRAIN_S
 
 KEY = {"X-API-Key": "tml-x"}
+HOLD_S = 44.0
+"""The longest time for which a poll may be held."""
 
 
 def test_stopped_engine_is_replaced(tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -111,12 +113,16 @@ def test_own_deaths_fail_a_request(number: int, fails: bool, tmp_path: Path, cap
 
 
 def test_signal_ends_a_server_whose_engine_is_stopped(tmp_path: Path) -> None:
-    """Within the drain's time and a few seconds, without a traceback, though requests run and polls are open.
+    """Long before the poll's time is over, without a traceback, though requests run and polls are open.
 
     Fails without the `except CancelledError` of `RequestMiddleware`.
     """
-    config = ServeConfig(models=("toy",), engine="fake", data=tmp_path, api_key="tml-x", port=free_port())
-    with child(config, separate=True) as running, httpx.Client(base_url=running.url, headers=KEY, timeout=40) as http:
+    options = {"models": ("toy",), "engine": "fake", "api_key": "tml-x", "hold_s": HOLD_S}
+    config = ServeConfig(data=tmp_path, port=free_port(), **options)
+    with (
+        child(config, separate=True) as running,
+        httpx.Client(base_url=running.url, headers=KEY, timeout=LIMIT_S) as http,
+    ):
         session = http.post("/api/v1/create_session", json={}).json()["session_id"]
         body = {"session_id": session, "model_seq_id": 0, "base_model": "toy"}
         model = http.post("/api/v1/create_model", json=body).json()
@@ -130,11 +136,11 @@ def test_signal_ends_a_server_whose_engine_is_stopped(tmp_path: Path) -> None:
             pool.submit(http.post, "/v1/completions", json=completion)
             pool.submit(http.post, "/v1/completions", json={**completion, "stream": True})
             poll = pool.submit(http.post, "/api/v1/retrieve_future", json=promise)
-            time.sleep(0.5)
+            running.until_polls_wait(1)
             start = time.monotonic()
             running.popen.send_signal(signal.SIGTERM)
-            assert running.popen.wait(20) == 0
-            assert time.monotonic() - start < DRAIN_S + 7
+            assert running.popen.wait(LIMIT_S) == 0
+            assert time.monotonic() - start < HOLD_S - DRAIN_S, "it ended the poll instead of waiting for its time"
             assert poll.result().status_code == 408
     log = (tmp_path / "log").read_text()
     assert "Traceback" not in log

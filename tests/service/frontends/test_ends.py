@@ -17,14 +17,13 @@ import pytest
 
 from tests.service.support.frontends import COUNT
 from tests.service.support.inprocess import api
-from tests.service.support.process import Child, child, free_port
+from tests.service.support.process import LIMIT_S, Child, child, free_port
 from tinsmith.errors import ConfigError
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.frontends import pool as frontend_pool
 from tinsmith.service.frontends.serving import listen
 
 KEY = "tml-x"
-LIMIT_S = 30.0
 
 
 def config(data: Path, **changes) -> ServeConfig:
@@ -66,10 +65,10 @@ def test_silent_front_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_killed_core_ends_its_front_ends_and_frees_the_port(tmp_path: Path) -> None:
     """Fails if a front end outlives its core (`end` in `process.run`): the next core cannot have the port."""
-    settings = config(tmp_path, hold_s=40.0)
-    with child(settings, delay=60.0) as running:
+    settings = config(tmp_path, hold_s=44.0)
+    with child(settings, delay=600.0) as running:
         children = frontends_of(running)
-        with httpx.Client(base_url=f"{running.url}/api/v1", headers={"X-API-Key": KEY}, timeout=60) as http:
+        with httpx.Client(base_url=f"{running.url}/api/v1", headers={"X-API-Key": KEY}, timeout=LIMIT_S) as http:
             session = http.post("/create_session", json={}).json()["session_id"]
             made = {"session_id": session, "model_seq_id": 0, "base_model": "toy"}
             model = http.post("/create_model", json=made).json()
@@ -79,35 +78,37 @@ def test_killed_core_ends_its_front_ends_and_frees_the_port(tmp_path: Path) -> N
             answers = []
             poll = threading.Thread(target=lambda: answers.append(http.post("/retrieve_future", json=promise)))
             poll.start()
-            time.sleep(1)
+            running.until_polls_wait(1)
             running.popen.send_signal(signal.SIGKILL)
             poll.join(LIMIT_S)
             (answer,) = answers
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
             running.popen.wait()
             assert psutil.wait_procs(children, LIMIT_S)[1] == []
-    with child(settings) as running, httpx.Client(headers={"X-API-Key": KEY}, timeout=60) as http:
+    with child(settings) as running, httpx.Client(headers={"X-API-Key": KEY}, timeout=LIMIT_S) as http:
         result = http.post(f"{running.url}/api/v1/retrieve_future", json=promise)
         assert "metrics" in result.json()
 
 
 def test_stop_finishes_running_work_and_ends_front_ends(tmp_path: Path) -> None:
     """Fails if SIGTERM, which systemd sends to all processes of a service, ends the front ends before the core."""
-    with child(config(tmp_path), delay=1.5) as running:
+    with child(config(tmp_path), drain_s=LIMIT_S) as running:
         children = frontends_of(running)
-        with httpx.Client(base_url=f"{running.url}/api/v1", headers={"X-API-Key": KEY}, timeout=60) as http:
+        with httpx.Client(base_url=f"{running.url}/api/v1", headers={"X-API-Key": KEY}, timeout=LIMIT_S) as http:
             session = http.post("/create_session", json={}).json()["session_id"]
             made = {"session_id": session, "model_seq_id": 0, "base_model": "toy"}
             model = http.post("/create_model", json=made).json()
             http.post("/retrieve_future", json=model)
             step = {"model_id": model["model_id"], "adam_params": {}}
+            running.hold()
             first = http.post("/optim_step", json={**step, "seq_id": 1}).json()
-            time.sleep(0.3)
+            running.until_held()
             for process in (*children, psutil.Process(running.popen.pid)):
                 process.send_signal(signal.SIGTERM)
-            time.sleep(0.3)
+            running.until_draining()
             refused = http.post("/optim_step", json={**step, "seq_id": 2})
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            running.release()
             assert "metrics" in http.post("/retrieve_future", json=first).json()
         assert running.popen.wait(LIMIT_S) == 0
         assert psutil.wait_procs(children, LIMIT_S)[1] == []

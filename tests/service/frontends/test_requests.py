@@ -108,7 +108,7 @@ def test_large_bodies_are_not_read_without_a_key(tmp_path: Path, path: str) -> N
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             head = f"POST /api/v1/{path} HTTP/1.1\r\nhost: x\r\nx-api-key: tml-wrong\r\ncontent-length: 100000\r\n\r\n"
             writer.write(head.encode())
-            assert b" 401 " in await asyncio.wait_for(reader.readline(), 20)
+            assert b" 401 " in await asyncio.wait_for(reader.readline(), 120)
             await _close(writer)
 
     asyncio.run(main())
@@ -181,9 +181,9 @@ def test_disconnect_reaches_the_engine(tmp_path: Path, stream: bool) -> None:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
             writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-            await asyncio.wait_for(actor.began.wait(), 20)
+            await asyncio.wait_for(actor.began.wait(), 120)
             await _close(writer)
-            await asyncio.wait_for(actor.ended.wait(), 20)
+            await asyncio.wait_for(actor.ended.wait(), 120)
             assert actor.cancelled == [actor.requests[0].request_id]
 
     asyncio.run(main())
@@ -217,9 +217,9 @@ def test_connections_of_an_address_count_in_all_front_ends(tmp_path: Path, monke
         async with api(tmp_path, connections_per_address=6) as app:
             counts, port = app.service.connections, app.http.base_url.port
             for _ in range(2):  # closed connections no longer count
-                opened = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(6)]
+                opened = [socket.create_connection(("127.0.0.1", port), timeout=120) for _ in range(6)]
                 await until(lambda: len(counts) == 6)
-                with socket.create_connection(("127.0.0.1", port), timeout=20) as refused:
+                with socket.create_connection(("127.0.0.1", port), timeout=120) as refused:
                     head = await asyncio.to_thread(refused.recv, 4096)
                     assert b" 429 " in head
                 for connection in opened:

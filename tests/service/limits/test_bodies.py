@@ -46,6 +46,8 @@ def sampler(served: Served) -> str:
 
 BUSY_SECONDS = 0.8
 """A response may take this long while other tests keep both cores busy; a loop that stands still takes seconds."""
+ATTEMPTS = 4
+"""The machine may stand still during some of them."""
 
 
 @contextmanager
@@ -55,23 +57,35 @@ def watched(served: Served) -> Iterator[list[float]]:
     started, stop = threading.Event(), threading.Event()
 
     def watch() -> None:
-        with httpx.Client(base_url=served.url) as http:
+        with httpx.Client(base_url=served.url, timeout=240) as http:
             http.get("/api/v1/healthz")  # opens the connection
             started.set()
             while not (seconds and stop.is_set()):
                 began = time.monotonic()
-                assert http.get("/api/v1/healthz", timeout=60).status_code == 200
+                assert http.get("/api/v1/healthz").status_code == 200
                 seconds.append(time.monotonic() - began)
                 stop.wait(0.002)
 
     thread = threading.Thread(target=watch)
     thread.start()
-    started.wait(60)
+    started.wait(240)
     try:
         yield seconds
     finally:
         stop.set()
         thread.join()
+
+
+def assert_others_are_served(served: Served, request: Callable[[], None]) -> None:
+    """Most responses to others are fast during a request, at one of the attempts at least."""
+    slow: list[float] = []
+    for _ in range(ATTEMPTS):
+        with watched(served) as seconds:
+            request()
+        if float(np.quantile(seconds, 0.9)) < BUSY_SECONDS:
+            return
+        slow.append(float(np.quantile(seconds, 0.9)))
+    raise AssertionError(f"Others wait for {slow} s")
 
 
 def refused_at_once(call: Callable[[], httpx.Response], status: int = 413) -> str:
@@ -83,7 +97,7 @@ def refused_at_once(call: Callable[[], httpx.Response], status: int = 413) -> st
 def send_raw(served: Served, head: str, body: bytes) -> tuple[int, str]:
     """Status and text of the response to what a plain socket sends: Python's lock is free meanwhile, for `watched`."""
     port = int(served.url.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=240) as connection:
         connection.sendall(f"POST {head}\r\nhost: x\r\nx-api-key: {served.key}\r\n\r\n".encode())
         with contextlib.suppress(ConnectionError):
             connection.sendall(body)
@@ -100,10 +114,12 @@ def test_oversized_prompt_is_refused_while_others_are_served(served: Served, sam
     length = f"content-length: {len(body)}" if declared else "transfer-encoding: chunked"
     if not declared:
         body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
-    with watched(served) as seconds:
+
+    def request() -> None:
         status, _ = send_raw(served, f"/api/v1/asample HTTP/1.1\r\n{length}", body)
-    assert status == 413
-    assert float(np.quantile(seconds, 0.9)) < BUSY_SECONDS
+        assert status == 413
+
+    assert_others_are_served(served, request)
 
 
 def test_largest_prompt_is_parsed_without_delay(served: Served, sampler: str) -> None:
@@ -111,11 +127,14 @@ def test_largest_prompt_is_parsed_without_delay(served: Served, sampler: str) ->
     size = prompt_limit(CONTEXT) - 1000
     prompt = {"chunks": [{"tokens": [12345] * (size // 7)}]}
     body = json.dumps({"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt}).encode()
-    with served.raw() as call, watched(served) as seconds:
-        answer = call("asample", body)
-    assert answer.status_code == 400
-    assert "does not fit" in answer.json()["detail"]
-    assert float(np.quantile(seconds, 0.9)) < BUSY_SECONDS
+
+    def request() -> None:
+        with served.raw() as call:
+            answer = call("asample", body)
+        assert answer.status_code == 400
+        assert "does not fit" in answer.json()["detail"]
+
+    assert_others_are_served(served, request)
 
 
 @pytest.mark.parametrize("megabytes", [1, 8])
@@ -123,33 +142,41 @@ def test_large_chats_do_not_delay_others(served: Served, megabytes: int) -> None
     """Fails without the comparison with `least_tokens`: the tokenizer would work for seconds."""
     text = "The quick brown fox jumps over the lazy dog. " * (megabytes * 1_000_000 // 45)
     body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 1}
-    with served.raw() as call, watched(served) as seconds:
-        answer = call(f"{served.url}/v1/chat/completions", body)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
-    assert float(np.quantile(seconds, 0.9)) < BUSY_SECONDS
+
+    def request() -> None:
+        with served.raw() as call:
+            answer = call(f"{served.url}/v1/chat/completions", body)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+    assert_others_are_served(served, request)
 
 
 def test_tokenization_does_not_delay_others(served: Served) -> None:
     """Fails if the tokenizer's `encode` takes the place of `encode_batch`, which releases Python's lock."""
     text = "The quick brown fox jumps over the lazy dog. " * 8000  # too short to be refused by its length
-    with served.raw() as call, watched(served) as seconds:
-        answer = call(f"{served.url}/v1/completions", {"model": "tiny", "prompt": [text] * 4, "max_tokens": 1})
-    assert answer.status_code == 400
-    assert "the prompt has" in answer.json()["error"]["message"]
-    assert float(np.quantile(seconds, 0.9)) < BUSY_SECONDS
+
+    def request() -> None:
+        with served.raw() as call:
+            answer = call(f"{served.url}/v1/completions", {"model": "tiny", "prompt": [text] * 4, "max_tokens": 1})
+        assert answer.status_code == 400
+        assert "the prompt has" in answer.json()["error"]["message"]
+
+    assert_others_are_served(served, request)
 
 
 def test_nested_values_do_not_delay_others(served: Served) -> None:
     """Fails without MAX_VALUES: a million lists would come back from the process that parses."""
     nested = b"[" + b"[]," * 1_000_000 + b"1]"
     body = b'{"model": "tiny", "messages": [{"role": "user", "content": %b}]}' % nested
-    with watched(served) as seconds:
+
+    def request() -> None:
         status, text = send_raw(served, f"/v1/chat/completions HTTP/1.1\r\ncontent-length: {len(body)}", body)
-    assert status == 413
-    assert "The body holds over" in text
-    assert float(np.quantile(seconds, 0.9)) < BUSY_SECONDS
+        assert status == 413
+        assert "The body holds over" in text
+
+    assert_others_are_served(served, request)
 
 
 @pytest.mark.parametrize("path", ["create_session", "optim_step", "retrieve_future", "weights_info", "save_weights"])

@@ -88,7 +88,7 @@ def test_workers_import_neither_torch_nor_a_web_server() -> None:
     code = "import sys, tinsmith.service.limits.parsing, tinsmith.service.openai.schemas;"
     code += "import tinsmith.service.wire.sample_request;"
     code += "print([m for m in ('torch', 'tinker', 'transformers', 'fastapi', 'sqlalchemy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -100,10 +100,10 @@ asyncio.run(Parsers().run(10**6, len, b""))
 print([child.pid for child in psutil.Process().children()], flush=True)
 os.kill(os.getpid(), 9)
 """
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=240, check=False)
     assert done.returncode == -signal.SIGKILL
     (pid,) = json.loads(done.stdout)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while psutil.pid_exists(pid) and time.monotonic() < deadline and psutil.Process(pid).status() != "zombie":
         time.sleep(0.01)
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"

@@ -26,11 +26,15 @@ def test_delay_is_the_time_by_which_a_timer_is_late() -> None:
     async def main() -> None:
         delays: list[float] = []
         task = asyncio.create_task(measure_delays(delays.append))
-        await asyncio.sleep(event_loop.INTERVAL_S / 2)
-        time.sleep(0.5)  # noqa: ASYNC251 - a pause of the event loop
-        await until(lambda: bool(delays))
+        for _ in range(20):  # the timer may have fired before the pause, if the machine stood still
+            count = len(delays)
+            await asyncio.sleep(event_loop.INTERVAL_S / 2)
+            time.sleep(0.5)  # noqa: ASYNC251 - a pause of the event loop
+            await until(lambda count=count: len(delays) > count)
+            if max(delays) > 0.3:
+                break
         task.cancel()
-        assert 0.3 < delays[0] < 30
+        assert 0.3 < max(delays) < 120
 
     asyncio.run(main())
 

@@ -49,10 +49,10 @@ def use_service(url: str, key: str) -> list[str]:
         http.post("retrieve_future", json=http.post("save_weights_external", json=save).json())
         links = http.get(f"{at}/external_weights/out/external_weights_urls").json()["urls"].values()
         for link in links:
-            assert httpx.get(link).status_code == 200
+            assert httpx.get(link, timeout=60).status_code == 200
             [signature] = parse_qs(urlsplit(link).query)["signature"]
             secrets.append(signature)
-            assert httpx.get(link.replace(signature[:8], "0" * 8)).status_code == 404
+            assert httpx.get(link.replace(signature[:8], "0" * 8), timeout=60).status_code == 404
         mistakes = [
             http.post("create_session", json={}, headers={"X-API-Key": WRONG}),
             http.post("retrieve_future", json={"request_id": key}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Awaitable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.service.support.inprocess import KEY, Api, Factory, api, pass_body
+from tests.service.support.inprocess import KEY, Api, Factory, api, pass_body, until
 from tinsmith.service.app import create_app
 from tinsmith.service.observability.metrics import Telemetry
 from tinsmith.service.observability.tracing import open_span_exporter, span_exporter
@@ -84,13 +85,19 @@ def test_unknown_methods_and_paths_share_one_label(tmp_path: Path) -> None:
 def test_metrics_show_queued_requests_and_engine_restarts(tmp_path: Path) -> None:
     async def main() -> None:
         factory, go = Factory(), asyncio.Event()
-        factory.hook = lambda call, argument: go.wait() if call in ("step", "sample") else None
+        called = set[str]()
+
+        def hook(call: str, argument: object) -> Awaitable[None] | None:
+            called.add(call)
+            return go.wait() if call in ("step", "sample") else None
+
+        factory.hook = hook
         async with api(tmp_path, factory) as app:
             model = await app.model()
             for seq in (1, 2, 3):
                 await app.post("optim_step", {"model_id": model, "seq_id": seq, "adam_params": {}})
             await sampled(app, model.partition(":")[0], max_tokens=1)
-            await asyncio.sleep(0.05)
+            await until(lambda: {"step", "sample"} <= called)
             values = await measured(app)
             assert values["tinsmith_queue_requests", "step", "local", "running"] == 1
             assert values["tinsmith_queue_requests", "step", "local", "waiting"] == 2

@@ -151,8 +151,8 @@ def test_disconnect_cancels_the_engine_request(tmp_path: Path, stream: bool):
             call = asyncio.create_task(app(scope | {"raw_path": path.encode(), "root_path": ""}, receive, send))
             await actor.began.wait()
             gone.set()
-            await asyncio.wait_for(call, 5)
-            await asyncio.wait_for(actor.ended.wait(), 5)
+            await asyncio.wait_for(call, 120)
+            await asyncio.wait_for(actor.ended.wait(), 120)
             assert actor.cancelled == [actor.requests[0].request_id]
             assert bool(sent) == stream or sent[0]["status"] == 410
 

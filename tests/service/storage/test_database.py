@@ -116,10 +116,18 @@ def test_lock_is_acquired_again_after_a_database_restart(tmp_path: Path, monkeyp
             others = "datname = current_database() and pid <> pg_backend_pid()"
             db.execute(text(f"select pg_terminate_backend(pid) from pg_stat_activity where {others}"))
 
+    acquire, acquired = database_module._ServerLock.acquire, []
+
+    async def counted(lock: database_module._ServerLock) -> None:
+        await acquire(lock)
+        acquired.append(lock)
+
+    monkeypatch.setattr(database_module._ServerLock, "acquire", counted)
+
     async def main() -> None:
         async with exclusive_store(tmp_path, url):
             await asyncio.to_thread(cut)
-            await asyncio.sleep(0.5)
+            await until(lambda: len(acquired) == 2)
             with pytest.raises(ConfigError, match="Another server uses"):
                 async with exclusive_store(tmp_path, url):
                     pass

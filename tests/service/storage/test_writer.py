@@ -65,12 +65,12 @@ def test_writes_arriving_during_a_commit_share_the_next(tmp_path: Path) -> None:
 
             def hold(_db: object) -> None:
                 begun.set()
-                gate.wait(10)
+                gate.wait(120)
 
             event.listen(store._sync_engine, "commit", hold)
             commits = count_commits(store)
             first = asyncio.create_task(store.put(session("first")))
-            await asyncio.to_thread(begun.wait, 10)
+            await asyncio.to_thread(begun.wait, 120)
             others = [asyncio.create_task(store.put(session(str(number)))) for number in range(20)]
             await asyncio.sleep(0)
             assert store.all(Session) == [], "memory does not run ahead of the commit"
@@ -194,7 +194,7 @@ def test_cancelled_caller_withdraws_a_waiting_write(tmp_path: Path) -> None:
                 await store.write(lambda db: db.execute(text("select 1")))
             cancelled.cancel()
             with pytest.raises(asyncio.CancelledError):
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(120):
                     await cancelled
             other.execute("COMMIT")
             other.close()

@@ -6,7 +6,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -27,8 +30,21 @@ SERVER = "TINSMITH_TEST_POSTGRES"
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as made:
-        return made.getsockname()[1]
+    """A port that nothing uses, and that this process has not returned before.
+
+    It is below those that the system gives to connections and to servers that ask for any port: it gives none of them
+    away before the server of the test binds it, or between a server and the next one on the same port.
+    """
+    for port in _ports():
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError("All ports are in use.")
+
+
+@functools.cache
+def _ports() -> Iterator[int]:
+    """Ports in an order of this process, so that several processes rarely try the same one at once."""
+    return iter(random.SystemRandom().sample(range(10_000, 32_768), 22_768))
 
 
 def url_of(data: Path) -> str | None:

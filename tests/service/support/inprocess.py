@@ -127,8 +127,15 @@ class Api:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return await self.http.request(method, path, content=content, headers={**self._headers, **headers})
 
-    async def result(self, promise: dict) -> httpx.Response:
+    async def poll(self, promise: dict) -> httpx.Response:
+        """The answer of one poll: 408 while there is no result after `hold_s`."""
         return await self.post("retrieve_future", {"request_id": promise["request_id"]})
+
+    async def result(self, promise: dict) -> httpx.Response:
+        """The result, however long it takes: it polls again after a 408, as clients do."""
+        while (answer := await self.poll(promise)).status_code == 408:
+            pass
+        return answer
 
     async def call(self, path: str, body: object) -> dict:
         """Submit, then fetch the JSON result."""
@@ -155,7 +162,7 @@ async def api(data: Path, start: EngineFactory | None = None, **config) -> Async
     loaded = asyncio.Event()
     async with run_service(settings, start or Factory(), lambda error: loaded.set()) as service:
         await loaded.wait()
-        options: dict[str, Any] = {"headers": {"X-API-Key": KEY}, "timeout": 30}
+        options: dict[str, Any] = {"headers": {"X-API-Key": KEY}, "timeout": 120}
         if not settings.frontends:
             transport = httpx.ASGITransport(create_app(service))
             async with httpx.AsyncClient(transport=transport, base_url="http://t", **options) as http:
@@ -206,12 +213,13 @@ def loss_in(response: httpx.Response) -> float:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Wait up to 5 seconds until `holds()` is true."""
-    for _ in range(500):
+    """Wait until `holds()` is true, a minute at most. Fails after 6,000 looks: time while the machine stands still does
+    not count."""
+    for _ in range(6000):
         if holds():
             return
         await asyncio.sleep(0.01)
-    raise AssertionError("The condition did not become true within 5 seconds.")
+    raise AssertionError("The condition did not become true within a minute.")
 
 
 async def trained(app: Api, model: str, seq: int, steps: int = 1) -> list[float]:

@@ -10,7 +10,7 @@ import tinker
 
 from tests.service.conftest import datum
 from tests.service.support.databases import url_of
-from tests.service.support.inprocess import KEY, Api, Factory, api, pass_body
+from tests.service.support.inprocess import KEY, Api, Factory, api, pass_body, until
 from tests.service.support.process import child, free_port
 from tinsmith.errors import Busy
 from tinsmith.service.config import ServeConfig
@@ -136,10 +136,7 @@ def test_model_quota_is_freed_when_a_session_ends(tmp_path: Path) -> None:
             refused = await running.post("load_weights", {**body, "path": saved["path"], "optimizer": False})
             assert refused.status_code == 403
             await running.post(f"sessions/{model.partition(':')[0]}/finish", {})
-            for _ in range(100):
-                if running.service.store.all(type(running.service.model(model, "local")))[0].state == "ended":
-                    break
-                await asyncio.sleep(0.01)
+            await until(lambda: running.service.model(model, "local").state == "ended")
             assert await running.model()
 
     asyncio.run(main())

@@ -25,7 +25,7 @@ def test_token_identifies_its_key() -> None:
 def test_sdk_reads_expiry_and_owner_of_a_token() -> None:
     token = Signer(SECRET).issue_token("ada", 7, "b")
     assert _lifetime(token) == TOKEN_S
-    assert TOKEN_S - 5 < _seconds_until_expiry(token) <= TOKEN_S
+    assert TOKEN_S - 300 < _seconds_until_expiry(token) <= TOKEN_S
     claims = jwt_claims(token)
     assert (claims["sub"], claims["org_id"]) == (urn("ada"), "ada")
 

@@ -12,6 +12,7 @@ from tinsmith.engine.base import Pass
 from tinsmith.errors import BadRequest, EngineError
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.server import run_service
+from tinsmith.service.storage.records import Model
 
 
 async def train(app: Api, model: str, seq: int, steps: int) -> list[float]:
@@ -75,9 +76,8 @@ def test_dead_idle_engine_is_restarted_at_once(tmp_path: Path) -> None:
         async with api(tmp_path, start) as app:
             model = await app.model()
             start.kill()
-            for _ in range(50):
-                await asyncio.sleep(0.01)
-            assert len(start.made) == 2
+            await until(lambda: len(start.made) == 2)
+            await until(lambda: app.service.workers["toy"].host.is_up)
             assert (await app.http.get("/api/v1/healthz")).status_code == 200
             assert len(await train(app, model, 1, 1)) == 1
 
@@ -209,8 +209,8 @@ def test_model_without_its_capture_returns_an_error(tmp_path: Path) -> None:
             session = (await app.post("create_session", {"tags": []})).json()["session_id"]
             model, other = await app.model(session, 0), await app.model(session, 1)
             await app.step(model, 1)
-            await until(lambda: any((tmp_path / "journal").glob("*/*/adapter_model.safetensors")))
-            [state] = (tmp_path / "journal").glob("*/*/adapter_model.safetensors")
+            await until(lambda: getattr(app.service.store.find(Model, model), "captured", None) is not None)
+            [state] = (tmp_path / "journal").glob("*/[!.]*/adapter_model.safetensors")
             state.unlink()
             start.kill()
             answer = await app.step(model, 2)

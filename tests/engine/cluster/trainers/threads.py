@@ -85,7 +85,7 @@ class ThreadGroup:
 
     def wait(self, call: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine of the leading rank to its end."""
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result(240)
 
     def close(self) -> None:
         self.table.barrier.abort()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.engine.data import pass_for
-from tests.engine.sampling.helpers import assert_same_samples, sample_request
+from tests.engine.sampling.helpers import assert_same_samples, sample_request, sampling
 from tests.models import KINDS
 from tinsmith.engine.base import AdamParams, SampleResult
 from tinsmith.errors import EngineError, Gone
@@ -98,10 +98,8 @@ def test_group_survives_eviction_of_its_prompt(engine_of: Any, wait: Any, cache_
     small, large = engine_of("llama", cache_tokens=1800), engine_of("llama")
 
     async def crowded() -> SampleResult:
-        running = asyncio.create_task(
-            small.sample(sample_request(PROMPT, num_samples=4, max_tokens=150, cache_scope=cache_scope))
-        )
-        await asyncio.sleep(0.05)
+        request = sample_request(PROMPT, num_samples=4, max_tokens=150, cache_scope=cache_scope)
+        running = await sampling(small, request)
         for seed in range(6):
             await small.sample(sample_request((seed + 20, *PROMPT[:750]), max_tokens=20, cache_scope=cache_scope))
         return await running
@@ -121,10 +119,7 @@ def test_group_survives_replacement_of_its_version(engine: Any, pair: Any, wait:
         settings = {"num_samples": 4, "max_tokens": 120}
         expected = await engine.sample(sample_request(PROMPT, version=f"{name}-2", **settings))
         await engine.detach(f"{name}-2")
-        running = asyncio.create_task(
-            engine.sample(sample_request(PROMPT, version=name, cache_scope=cache_scope, **settings))
-        )
-        await asyncio.sleep(0.05)
+        running = await sampling(engine, sample_request(PROMPT, version=name, cache_scope=cache_scope, **settings))
         await engine.run([pass_for("cross_entropy", model_id)])
         await engine.step(model_id, AdamParams(learning_rate=0.05))
         await engine.capture(model_id, name)
@@ -141,8 +136,7 @@ def test_cancelled_group_frees_its_rows(engine: Any, wait: Any, cache_scope: str
 
     async def cancelled() -> None:
         doomed = sample_request(PROMPT, num_samples=8, max_tokens=400, cache_scope=cache_scope)
-        running = asyncio.create_task(engine.sample(doomed))
-        await asyncio.sleep(0.05)
+        running = await sampling(engine, doomed)
         await engine.cancel(doomed.request_id)
         with pytest.raises(Gone):
             await running
@@ -159,13 +153,13 @@ def test_prompt_longer_than_a_pass_joins_running_batch(engine_of: Any, wait: Any
     async def order() -> list[str]:
         ended: list[str] = []
 
-        async def run(name: str, **settings: Any) -> None:
-            await engine.sample(sample_request(cache_scope=cache_scope, **settings))
+        async def wait_for(name: str, running: asyncio.Task[SampleResult]) -> None:
+            await running
             ended.append(name)
 
-        running = asyncio.create_task(run("long answer", max_tokens=400))
-        await asyncio.sleep(0.05)
-        await asyncio.gather(running, run("long prompt", prompt=PROMPT, max_tokens=2))
+        long = await sampling(engine, sample_request(cache_scope=cache_scope, max_tokens=400))
+        late = await sampling(engine, sample_request(PROMPT, cache_scope=cache_scope, max_tokens=2))
+        await asyncio.gather(wait_for("long answer", long), wait_for("long prompt", late))
         return ended
 
     assert wait(order()) == ["long prompt", "long answer"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.engine.data import pass_for
 from tests.engine.reference import plain_model
-from tests.engine.sampling.helpers import PROMPT, assert_same_samples, sample_request
+from tests.engine.sampling.helpers import PROMPT, assert_same_samples, sample_request, sampling
 from tests.models import KINDS
 from tinsmith.engine.base import AdamParams, SampleResult
 from tinsmith.errors import Gone
@@ -65,8 +65,7 @@ def test_repeated_prompt_gives_bit_identical_samples(
 
 def test_prompt_of_a_running_request_is_cached(engine: Any, wait: Any, cache_scope: str):
     async def late() -> SampleResult:
-        running = asyncio.create_task(engine.sample(sample_request(max_tokens=60, cache_scope=cache_scope)))
-        await asyncio.sleep(0.05)
+        running = await sampling(engine, sample_request(max_tokens=60, cache_scope=cache_scope))
         result = await engine.sample(sample_request((*PROMPT, 5, 6), cache_scope=cache_scope))
         await running
         return result
@@ -95,10 +94,7 @@ def test_replaced_version_shares_no_prefixes(engine: Any, pair: Any, wait: Any, 
     wait(engine.capture(model_id, name))
 
     async def replaced() -> None:
-        running = asyncio.create_task(
-            engine.sample(sample_request(version=name, max_tokens=60, cache_scope=cache_scope))
-        )
-        await asyncio.sleep(0.05)
+        running = await sampling(engine, sample_request(version=name, max_tokens=60, cache_scope=cache_scope))
         await engine.run([pass_for("cross_entropy", model_id)])
         await engine.step(model_id, AdamParams(learning_rate=0.05))
         await engine.capture(model_id, name)
@@ -195,8 +191,7 @@ def test_cancelled_and_failed_requests_keep_cache_valid(engine: Any, wait: Any, 
 
     async def disturbed() -> SampleResult:
         doomed = sample_request(max_tokens=200, num_samples=4, cache_scope=cache_scope)
-        running = asyncio.create_task(engine.sample(doomed))
-        await asyncio.sleep(0.05)
+        running = await sampling(engine, doomed)
         await engine.cancel(doomed.request_id)
         with pytest.raises(Gone):
             await running
