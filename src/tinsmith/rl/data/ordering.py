@@ -42,20 +42,8 @@ class RowOrder(Protocol):
         ...
 
 
-@dataclass
-class EpochOrder(RowOrder):
-    """Rows in the order that `rows_of_epoch` returns for each pass; passes follow each other without a gap."""
-
-    rows_of_epoch: Callable[[int], np.ndarray]
-    length: int
-    _current: tuple[int, np.ndarray] | None = None
-
-    @override
-    def pick(self, draw: int, taken: Collection[int]) -> int:
-        epoch, place = divmod(draw, self.length)
-        if self._current is None or self._current[0] != epoch:
-            self._current = (epoch, self.rows_of_epoch(epoch))
-        return int(self._current[1][place])
+class FixedOrder(RowOrder, Protocol):
+    """An order that depends on the seed and the number of the draw alone."""
 
     @override
     def update(self, rows: Sequence[int], rates: Sequence[float]) -> None:
@@ -69,6 +57,22 @@ class EpochOrder(RowOrder):
     @override
     def restore(self, state: dict[str, Any]) -> None:
         """There is no state."""
+
+
+@dataclass
+class EpochOrder(FixedOrder):
+    """Rows in the order that `rows_of_epoch` returns for each pass; passes follow each other without a gap."""
+
+    rows_of_epoch: Callable[[int], np.ndarray]
+    length: int
+    _current: tuple[int, np.ndarray] | None = None
+
+    @override
+    def pick(self, draw: int, taken: Collection[int]) -> int:
+        epoch, place = divmod(draw, self.length)
+        if self._current is None or self._current[0] != epoch:
+            self._current = (epoch, self.rows_of_epoch(epoch))
+        return int(self._current[1][place])
 
 
 class Sequential(Settings):
@@ -160,7 +164,7 @@ OrderConfig = Annotated[
 
 
 @dataclass
-class RandomOrder(RowOrder):
+class RandomOrder(FixedOrder):
     """Rows drawn uniformly; none twice in a batch unless the batch holds every row."""
 
     rows: np.ndarray
@@ -173,19 +177,6 @@ class RandomOrder(RowOrder):
             row = int(self.rows[random.integers(len(self.rows))])
             if row not in taken or len(taken) >= len(self.rows):
                 return row
-
-    @override
-    def update(self, rows: Sequence[int], rates: Sequence[float]) -> None:
-        """Rewards do not change this order."""
-
-    @property
-    @override
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    @override
-    def restore(self, state: dict[str, Any]) -> None:
-        """There is no state."""
 
 
 class DifficultyOrder(RowOrder):
