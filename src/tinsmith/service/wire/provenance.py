@@ -8,7 +8,8 @@ spans that exceed it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -50,18 +51,28 @@ def parse_claims(message: pb.ForwardBackwardRequest, lengths: Iterable[tuple[int
 
 
 class SequenceRegistry:
-    """Lengths of recent samples, to check claims against: request -> (prompt, each sequence)."""
+    """Lengths of recent samples, to check claims against: request -> (prompt, each sequence).
+
+    A busy service fills it within minutes, so an entry is small: a hash of 64 bits in place of the id, and the lengths
+    as bytes, neither of which garbage collection looks at. Two ids among 50,000 share a hash once in 10^10 services.
+    """
 
     def __init__(self, owner_of: Callable[[str], str | None]) -> None:
         self._owner_of = owner_of
         """Tenant of a sampling session, by its id."""
-        self._lengths: OrderedDict[str, tuple[int, Sequence[int]]] = OrderedDict()
+        self._lengths: dict[int, bytes] = {}
+        """Hash of the request's id -> the length of the prompt and of each sampled sequence, 4 bytes each."""
+        self._order: deque[int] = deque()
+        """The hashes, the oldest first. The first key of a dict is slow to find once many before it are deleted."""
 
     def record(self, request_id: str, prompt: int, sampled: Sequence[int]) -> None:
         """Record the lengths of a request's prompt and sampled sequences."""
-        self._lengths[request_id] = (prompt, sampled)
-        if len(self._lengths) > MAX_REQUESTS:
-            self._lengths.popitem(last=False)
+        key = hash(request_id)
+        if key not in self._lengths:
+            self._order.append(key)
+        self._lengths[key] = array("I", (prompt, *sampled)).tobytes()
+        if len(self._order) > MAX_REQUESTS:
+            del self._lengths[self._order.popleft()]
 
     def check(self, claims: Iterable[Claim], owner: str) -> None:
         """Raise BadRequest for a claim about a sequence that is not the owner's, or that exceeds its sequence."""
@@ -69,9 +80,10 @@ class SequenceRegistry:
             request_id, _, number = claim.sequence_id.rpartition(":")
             if not number.isdecimal() or self._owner_of(request_id.rpartition(":")[0]) != owner:
                 raise _unknown(claim)
-            if claim.request_id not in self._lengths:
+            lengths = self._lengths.get(hash(claim.request_id))
+            if lengths is None:
                 continue  # sampled before a restart, or too long ago
-            prompt, sampled = self._lengths[claim.request_id]
+            prompt, *sampled = array("I", lengths)
             if int(number) >= len(sampled):
                 raise _unknown(claim)
             length, kind = (sampled[int(number)], "sampled") if claim.sampled else (prompt, "prompt")
