@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,31 @@ def test_each_time_ends_in_its_order_and_can_begin_again() -> None:
         assert ended[-1] == "last"
 
     asyncio.run(main())
+
+
+def test_nothing_stays_of_the_polls_for_a_result(tmp_path: Path) -> None:
+    """A busy service has 12,000 results of samples, each of which was polled for. Break it: keep `waiters`."""
+
+    async def main() -> None:
+        futures = Futures(60.0, 3600.0, UnfinishedSamples(tmp_path / "samples"))
+        ids = [f"s:sample:0:{number}" for number in range(1000)]
+        for request_id in ids:
+            futures.open(request_id, OWNER, stored=False, logged=True)
+        before = _count_sets()
+        polls = [asyncio.create_task(futures.wait(request_id)) for request_id in ids for _ in range(2)]
+        await asyncio.sleep(0)
+        assert _count_sets() >= before + len(ids), "all polls wait"
+        for request_id in ids:
+            futures.resolve(request_id, FutureResult(body=BODY))
+        assert [result.body for result in await asyncio.gather(*polls) if result] == [BODY] * len(polls)
+        del polls
+        assert _count_sets() < before + len(ids) / 10
+        assert all([await futures.wait(request_id) for request_id in ids])
+        futures.close()
+
+    asyncio.run(main())
+
+
+def _count_sets() -> int:
+    gc.collect()
+    return sum(type(each) is set for each in gc.get_objects())

@@ -110,6 +110,7 @@ class Futures:
         self._in_memory[request_id] = None
         self.memory_bytes += len(result.body)
         _wake(future.waiters or ())
+        future.waiters = None  # an empty set takes as much memory as a small result
         self._pending[future.owner] -= 1
         if future.logged:
             succeeded = result.status == 200 and not result.failed

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from tinsmith.errors import BadRequest
 from tinsmith.service.wire.protobuf import pb
 
-MAX_REQUESTS = 50_000
-"""Sampling requests whose lengths are stored; the oldest are dropped first."""
+MAX_REQUESTS = 20_000
+"""Sampling requests whose lengths are stored, those of the last batches; the oldest are dropped first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class SequenceRegistry:
     """Lengths of recent samples, to check claims against: request -> (prompt, each sequence).
 
     A busy service fills it within minutes, so an entry is small: a hash of 64 bits in place of the id, and the lengths
-    as bytes, neither of which garbage collection looks at. Two ids among 50,000 share a hash once in 10^10 services.
+    as bytes, neither of which garbage collection looks at. Two ids among 20,000 share a hash once in 10^11 services.
     """
 
     def __init__(self, owner_of: Callable[[str], str | None]) -> None:
