@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import event, func, select
 
 from tests.service.storage.test_database import REVISION_0005
 from tests.service.storage.test_store import CHECKPOINT, MODEL, SAMPLER, SESSION, WORKS
 from tests.service.support.databases import opened
-from tinsmith.service.storage.compaction import SPARE_PAGES
+from tinsmith.service.storage.compaction import PAGES, SPARE_PAGES, give_back_pages
+from tinsmith.service.storage.database import open_engine, sync_engine_of
 from tinsmith.service.storage.payloads import encode_operation, queued_request
 from tinsmith.service.storage.records import Checkpoint, FutureResult, Model, QueuedRequest, SamplingSession, Session
 from tinsmith.service.storage.retention import UNFETCHED_S, Retention, prune, remove_ended
@@ -169,3 +170,28 @@ def test_sqlite_file_shrinks(tmp_path: Path) -> None:
             assert store.database_bytes() < 4096 * (SPARE_PAGES + 200)
 
     asyncio.run(main())
+
+
+@pytest.mark.only_on("sqlite")
+@pytest.mark.parametrize("kind", ["INCREMENTAL", "NONE"])
+def test_pages_are_given_back_in_few_transactions(tmp_path: Path, kind: str) -> None:
+    """Break it: give pages back by `execute`, which gives back one. NONE: a large file of an earlier version."""
+    file = tmp_path / "tinsmith.db"
+    with sqlite3.connect(file) as db:
+        db.execute(f"PRAGMA auto_vacuum={kind}")
+        db.execute("CREATE TABLE filler (content)")
+        db.executemany("INSERT INTO filler VALUES (zeroblob(4000))", [()] * (SPARE_PAGES + PAGES + 500))
+    db.execute("PRAGMA journal_mode=WAL")
+    db.execute("DELETE FROM filler")
+    db.commit()
+    free = db.execute("PRAGMA freelist_count").fetchone()[0]
+    db.close()
+    engine, statements = sync_engine_of(open_engine(tmp_path, None)), []
+    event.listen(engine, "connect", lambda driver, _: driver.set_trace_callback(statements.append))
+    given_back = give_back_pages(engine)
+    engine.dispose()
+    with sqlite3.connect(file) as db:
+        assert db.execute("PRAGMA freelist_count").fetchone()[0] == free - given_back
+    db.close()
+    assert given_back == (free - SPARE_PAGES if kind == "INCREMENTAL" else 0)
+    assert sum("incremental_vacuum" in statement for statement in statements) <= 2

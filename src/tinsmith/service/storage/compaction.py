@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import sqlite3
 from pathlib import Path
+from typing import Any
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Engine
 from sqlalchemy.exc import DBAPIError
 
 log = logging.getLogger(__name__)
@@ -14,7 +15,7 @@ log = logging.getLogger(__name__)
 VACUUM_BYTES = 512 << 20
 """Largest file that is rewritten at a start, which takes seconds, so that its free pages can be given back later."""
 PAGES = 2000
-"""Free pages that one transaction gives back: 8 MiB."""
+"""Free pages that one transaction gives back, 8 MiB: other writes wait for it."""
 SPARE_PAGES = 1000
 """Free pages that stay for the next rows."""
 LOG_BYTES = 32 << 20
@@ -38,17 +39,34 @@ def prepare_file(engine: Engine) -> None:
             log.warning("The database cannot be rewritten: %s", error)
 
 
-def give_back_pages(db: Connection) -> int:
-    """Give free pages of SQLite back to the disk. Returns their number; 0 if few are left."""
-    if db.dialect.name != "sqlite":
+def give_back_pages(engine: Engine) -> int:
+    """Give free pages of SQLite back to the disk, except a few. Returns their number.
+
+    Not through the store's writer: a cursor executes one step of this pragma, which is one page, and a script all of
+    them without taking Python's lock, but a script ends the transaction that it is in.
+    """
+    if engine.dialect.name != "sqlite":
         return 0
-    free = db.exec_driver_sql("PRAGMA freelist_count").scalar_one() - SPARE_PAGES
-    if free <= 0:
-        return 0
-    driver = db.connection.driver_connection
-    assert driver is not None
-    driver.execute(f"PRAGMA incremental_vacuum({min(free, PAGES)})").fetchall()  # each fetch gives back one page
-    return min(free, PAGES)
+    given_back = 0
+    with engine.connect() as db:
+        driver = db.connection.driver_connection
+        assert driver is not None
+        try:
+            free = _free_pages(driver)
+            while free > SPARE_PAGES:
+                before = free
+                driver.executescript(f"PRAGMA incremental_vacuum({min(free - SPARE_PAGES, PAGES)})")
+                free = _free_pages(driver)
+                if free >= before:  # a large file of an earlier version, which `prepare_file` has left as it is
+                    break
+                given_back += before - free
+        except sqlite3.Error as error:
+            log.warning("Free pages of the database stay in its file for now: %s", error)
+    return given_back
+
+
+def _free_pages(driver: Any) -> int:
+    return driver.execute("PRAGMA freelist_count").fetchone()[0]
 
 
 def empty_log(engine: Engine, at_bytes: int = LOG_BYTES) -> None:

@@ -224,9 +224,7 @@ class Store(StoredRequests):
 
     async def compact(self) -> None:
         """Give unused space back to the disk, and count the rows."""
-        given_back = 0
-        while pages := await self.run(give_back_pages):
-            given_back += pages
+        given_back = await asyncio.to_thread(give_back_pages, self._sync_engine)
         await asyncio.to_thread(empty_log, self._sync_engine, *([0] if given_back else []))
         async with self._engine.connect() as db:
             for table in META.sorted_tables:
