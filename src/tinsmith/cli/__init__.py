@@ -24,6 +24,7 @@ from tinsmith.cli.run_file import (
 )
 from tinsmith.cli.runner import StoppedEarly
 from tinsmith.errors import ConfigError, TinsmithError, UserError
+from tinsmith.plurals import counted
 from tinsmith.settings import did_you_mean
 from tinsmith.terminal import new_console
 
@@ -90,8 +91,7 @@ def run(
         sample(run_file.settings, console)
         return
     settings, state = train(run_file.settings, console)
-    count = "1 step" if state.step == 1 else f"{state.step} steps"
-    console.print(f"{_plain(settings.name)} is finished: {count}", highlight=False)
+    console.print(f"{_plain(settings.name)} is finished: {counted(state.step, 'step')}", highlight=False)
     _print_results(settings, state, console)
 
 

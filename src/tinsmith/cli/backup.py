@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinsmith.cli.keys import ServiceLocation
+from tinsmith.plurals import counted
 from tinsmith.terminal import new_console
 
 if TYPE_CHECKING:
@@ -35,10 +36,10 @@ def backup(destination: Path, /, *, where: ServiceLocation | None = None) -> Non
     os.umask(0o077)  # a backup holds keys
     settings = _settings(where)
     made = back_up(settings.data, settings.database, destination)
-    console, files = new_console(soft_wrap=True), len(made.manifest.files)
+    console, files = new_console(soft_wrap=True), counted(len(made.manifest.files), "file")
     unchanged = f", {made.reused} unchanged" if made.reused else ""
     console.print(
-        f"{destination}: {files} files{unchanged}, {made.size_bytes / 1e6:.1f} MB, as of {made.manifest.created}",
+        f"{destination}: {files}{unchanged}, {made.size_bytes / 1e6:.1f} MB, as of {made.manifest.created}",
         highlight=False,
         markup=False,
     )
@@ -63,8 +64,9 @@ def restore(source: Path, /, *, data: Path, database: str | None = None) -> None
 
     os.umask(0o077)
     manifest = restore_backup(source, data, database)
+    files = counted(len(manifest.files), "file")
     new_console(soft_wrap=True).print(
-        f"{data}: {len(manifest.files)} files as of {manifest.created}; start it with tinsmith serve --data {data}",
+        f"{data}: {files} as of {manifest.created}; start it with tinsmith serve --data {data}",
         highlight=False,
         markup=False,
     )
@@ -97,7 +99,7 @@ def _print_check(console: Console, check: Check) -> None:
     mark = "[green]ok  [/]"
     if check.faults:
         mark = "[yellow]warn[/]" if check.is_harmless else "[bold red]fail[/]"
-    faults = f"; {len(check.faults)} faults" if check.faults and not check.is_harmless else ""
+    faults = f"; {counted(len(check.faults), 'fault')}" if check.faults and not check.is_harmless else ""
     console.print(f"{mark}  {check.name:<11}  {check.checked}{faults}", highlight=False)
     for subject, fault in list(check.faults.items())[:SHOWN]:
         console.print(f"      {'':<11}  {escape(subject)}: {escape(fault)}", highlight=False)

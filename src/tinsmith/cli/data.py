@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from tinsmith.plurals import counted
+
 app = App(name="data", help="Prepare datasets as JSONL files for run files.")
 
 
@@ -44,7 +46,7 @@ def countdown(
     for name, rows in data.splits.items():
         path = out / f"{name}.jsonl"
         _write_jsonl(path, rows)
-        _print(f"{path}: {len(rows)} rows")
+        _print(f"{path}: {counted(len(rows), 'row')}")
 
 
 def _write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

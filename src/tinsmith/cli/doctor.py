@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from tinsmith.errors import TinsmithError
+from tinsmith.plurals import counted
 from tinsmith.service.config import ServeConfig
 
 GIB = 2**30
@@ -72,9 +73,8 @@ def _torch(config: ServeConfig) -> Finding:
     cores = os.cpu_count() or 1
     threads = config.threads or torch.get_num_threads()
     fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    message = (
-        f"{torch.__version__} on the CPU, {threads} threads on {cores} cores, bfloat16 is {'fast' if fast else 'slow'}"
-    )
+    size = f"{counted(threads, 'thread')} on {counted(cores, 'core')}"
+    message = f"{torch.__version__} on the CPU, {size}, bfloat16 is {'fast' if fast else 'slow'}"
     if threads > cores:
         return Finding("warn", "torch", message, f"Use --threads {cores} or fewer.")
     if config.dtype == "bfloat16" and not fast:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from tinsmith.cli.doctor import GIB, Finding
 from tinsmith.engine.cluster.machines.plan import check_folder, check_store, without_sight
 from tinsmith.errors import TinsmithError
+from tinsmith.plurals import counted
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.engines.clusters import connect_places
 
@@ -51,7 +52,7 @@ async def _checks(config: ServeConfig) -> AsyncIterator[Finding]:
     try:
         for machine in await places.machines():
             kind = f", {len(machine.gpus)} x {machine.gpus[0]}" if machine.gpus else ""
-            size = f"{machine.cpus} cores for processes, {machine.memory_bytes / GIB:.0f} GiB{kind}"
+            size = f"{counted(machine.cpus, 'core')} for processes, {machine.memory_bytes / GIB:.0f} GiB{kind}"
             yield Finding("ok", "machine", f"{machine.name} at {machine.host}: {size}")
         async with asyncio.timeout(ROOM_S):
             seats = await places.seat_on_each()
@@ -59,7 +60,7 @@ async def _checks(config: ServeConfig) -> AsyncIterator[Finding]:
             yield Finding("fail", "seats", "no machine has cores for processes", "ray start without --num-cpus 0")
             return
         installed = ", ".join(f"{name} {version}" for name, version in seats[0].place.machine.versions.items())
-        yield Finding("ok", "versions", f"the same on {len(seats)} machines: {installed}")
+        yield Finding("ok", "versions", f"the same on {counted(len(seats), 'machine')}: {installed}")
         data.mkdir(parents=True, exist_ok=True)
         if config.store is None:
             await check_folder(seats, data)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from tinsmith.errors import ConfigError
+from tinsmith.plurals import counted
 from tinsmith.terminal import new_console
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def _summary(run: RunConfig) -> str:
             f"{stage.name} ({''.join(_task_and_length(run.stage_config(number)))})"
             for number, stage in enumerate(run.stages, 1)
         ]
-        return f"{len(stages)} stages on {run.model.name}: {', '.join(stages)}"
+        return f"{counted(len(stages), 'stage')} on {run.model.name}: {', '.join(stages)}"
     mode = f"mode {run.mode}, " if run.mode in ("explore", "train") else ""
     task, length = _task_and_length(run)
     return f"{mode}{task} on {run.model.name}{length}"
@@ -178,13 +179,9 @@ def _summary(run: RunConfig) -> str:
 def _task_and_length(run: RunConfig) -> tuple[str, str]:
     if run.mode == "bench":
         return "comparison of checkpoints", ""
-    environments = f" with {_count(len(run.environments), 'environment')}" if run.environments else ""
-    length = _count(run.steps, "step") if run.steps else _count(run.epochs or 0, "epoch")
+    environments = f" with {counted(len(run.environments), 'environment')}" if run.environments else ""
+    length = counted(run.steps, "step") if run.steps else counted(run.epochs or 0, "epoch")
     return f"{run.algorithm.type}{environments}", f", {length}"
-
-
-def _count(number: float, name: str) -> str:
-    return f"{number:g} {name}" + ("" if number == 1 else "s")
 
 
 def _yaml(values: dict[str, Any]) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tinsmith.plurals import counted
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -82,7 +84,7 @@ def sample(settings: RunConfig, console: Console) -> None:
             where = "continues after the last batch in the buffer"
             with _resume_hint(settings, where, needs_folder=settings.resume is not True):
                 count = event_loop.run(watched(explore(settings, connect, console, stop)))
-            console.print(f"{escape(settings.name)}: sampled {count} batches", highlight=False)
+            console.print(f"{escape(settings.name)}: sampled {counted(count, 'batch')}", highlight=False)
     if stop.stopped_at:
         words = _folder_words(settings, needs_folder=settings.resume is not True)
         raise StoppedEarly(

@@ -14,6 +14,7 @@ from cyclopts import Parameter
 
 from tinsmith.cli.machine import Server, server_address
 from tinsmith.errors import ConfigError
+from tinsmith.plurals import counted
 
 if TYPE_CHECKING:
     import httpx
@@ -130,7 +131,7 @@ def export(
         else:
             model = scratch / "model" if format == "gguf" else to
             changed = merge(adapter, _base_folder(adapter, base), model)
-            done = f"{to}: model with {changed} merged weights"
+            done = f"{to}: model with {counted(changed, 'merged weight')}"
             if converter is not None:
                 gguf.convert(converter, model, to, outtype)
     sys.stdout.write(f"{done}\n")

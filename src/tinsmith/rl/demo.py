@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from tinsmith.plurals import counted
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.monitors.jsonl import read_metrics
 from tinsmith.settings import read
@@ -35,7 +36,8 @@ def introduce(config: RunConfig, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    size = f"{config.steps} steps of {config.groups_per_step} tasks x {config.group_size} answers"
+    batch = f"{counted(config.groups_per_step, 'task')} x {counted(config.group_size, 'answer')}"
+    size = f"{counted(config.steps, 'step')} of {batch}"
     summary = f"{config.model.name}, LoRA rank {config.model.rank}, {config.algorithm.type}: {size}, seed {config.seed}"
     console.print(f"[dim]{escape(summary)}[/]\n", highlight=False, soft_wrap=True)
 
@@ -49,7 +51,7 @@ def conclude(folder: Path, console: Console) -> None:
     constant = max(row.get("eval/constant_pass@1", 0.0) for row in rows)
     console.print(
         f"\n[bold]held-out exact match {first['eval/pass@1']:.3f} → [green]{last['eval/pass@1']:.3f}[/][/] "
-        f"on {last['eval/tasks']:.0f} tasks never trained on "
+        f"on {counted(last['eval/tasks'], 'task')} never trained on "
         f"[dim](always giving the best constant answer scores {constant:.3f})[/]",
         highlight=False,
         soft_wrap=True,

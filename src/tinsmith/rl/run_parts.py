@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from rich.console import Console
 
 from tinsmith.errors import ConfigError, UserError
+from tinsmith.plurals import counted
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.tasks import HeldOutTasks, TaskSampler, TasksConfig, split
 from tinsmith.rl.environments.mixture import mixture_workflow, split_environments
@@ -65,7 +66,7 @@ def resolve_steps(config: RunConfig, data: RunData) -> RunConfig:
     steps = int(rows * config.epochs // per_step)
     if not steps:
         raise ConfigError(
-            f"{config.epochs:g} epochs of {rows} are less than one step of {per_step}.", f"Set {key} lower."
+            f"{counted(config.epochs, 'epoch')} of {rows} make less than one step of {per_step}.", f"Set {key} lower."
         )
     return config.model_copy(update={"steps": min(steps, config.steps or steps)})
 
@@ -201,7 +202,7 @@ def _check_continues(config: RunConfig, state: State) -> None:
     """Raise ConfigError if the run has no step after `state`, or needs what `state` lacks."""
     if state.step >= config.steps:
         raise ConfigError(
-            f"resume_from: {state.path} is of step {state.step}, and the run has {config.steps} steps.",
+            f"resume_from: {state.path} is of step {state.step}, and the run has {counted(config.steps, 'step')}.",
             "Set steps higher, or name an earlier checkpoint.",
         )
     lacking = "the critic" if config.algorithm.critic is not None and not state.critic_path else ""

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from tinsmith.errors import UserError
+from tinsmith.plurals import counted
 
 DEFAULT_NAME = "default_traj_name"
 """Name of a trajectory that the workflow does not name."""
@@ -139,7 +140,7 @@ class Step:
             self.weight_version = output.weight_version if self.weight_version is None else self.weight_version
         if self.logprobs and len(self.logprobs) != len(self.response_ids):
             raise UserError(
-                f"A step has {len(self.response_ids)} response_ids and {len(self.logprobs)} logprobs.",
+                f"A step has {len(self.response_ids)} response_ids and {counted(len(self.logprobs), 'logprob')}.",
                 "Set both from the same reply, or leave both out and set model_output.",
             )
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tinsmith.errors import TinsmithError, UserError
+from tinsmith.plurals import counted
 from tinsmith.rl.evaluate import pass_at_k
 from tinsmith.rllm.engines.base import RolloutEngine
 from tinsmith.rllm.records import Episode, TerminationReason
@@ -61,7 +62,9 @@ class AgentWorkflowEngine:
         """
         ids = [str(uuid.uuid4()) for _ in tasks] if task_ids is None else [str(task_id) for task_id in task_ids]
         if len(ids) != len(tasks):
-            raise UserError(f"There are {len(tasks)} tasks and {len(ids)} task_ids.", "Pass an id for each task.")
+            raise UserError(
+                f"There are {counted(len(tasks), 'task')} and {len(ids)} task_ids.", "Pass an id for each task."
+            )
         numbers: Counter[str] = Counter()
         rollouts: dict[str, list[asyncio.Task[Episode]]] = defaultdict(list)
         gate = asyncio.Semaphore(self.n_parallel_tasks)
@@ -91,7 +94,7 @@ class AgentWorkflowEngine:
                     break
                 episode = await self._attempt(task, uid, more)
         if self.raise_on_error and episode.termination_reason == TerminationReason.ERROR:
-            raise TinsmithError(f"Rollout {uid} failed {self.retry_limit} times: {error_of(episode)}")
+            raise TinsmithError(f"Rollout {uid} failed {counted(self.retry_limit, 'time')}: {error_of(episode)}")
         return episode
 
     async def _attempt(self, task: dict[str, Any], uid: str, more: Mapping[str, Any]) -> Episode:

@@ -53,7 +53,7 @@ def test_time_adds_up_over_resumes():
     now[0] = 59.0
     assert not second.reason
     now[0] = 60.0
-    assert second.reason == "60 seconds are over"
+    assert second.reason == "its time limit of 60 seconds is over"
 
 
 @pytest.mark.parametrize(

@@ -209,5 +209,5 @@ def test_partly_solved_groups_are_sampled_for_and_all_are_kept(tmp_path):
 
 def test_step_without_partly_solved_groups_is_an_error(tmp_path):
     never = {"rewards": [{"type": "format", "pattern": "never"}], "min_partial_groups": 1}
-    with pytest.raises(TinsmithError, match=r"Step 1: 0 of 9 groups are solved in part, but a step needs 1"):
+    with pytest.raises(TinsmithError, match=r"Step 1: 0 of 9 groups solved in part, but a step needs 1"):
         train(settings(tmp_path, filter_refills=2, **never))

@@ -23,6 +23,7 @@ from tinsmith.dialects.base import (
 )
 from tinsmith.dialects.minds import environments
 from tinsmith.dialects.minds.schema import MindsComponent, MindsEnvironment, MindsFile, MindsModel, MindsTrainer
+from tinsmith.plurals import counted
 from tinsmith.rl.plugins import Names
 from tinsmith.settings import build
 
@@ -153,7 +154,9 @@ def _lengths(trainer: MindsTrainer) -> Translation:
     groups, steps = chosen
     stream = min(trainer.stream_minibatches, groups)
     if stream < trainer.stream_minibatches and "stream_minibatches" in trainer.model_fields_set:
-        result += note(f"trainer.stream_minibatches: a batch of {groups} groups has at most {groups} parts.")
+        result += note(
+            f"trainer.stream_minibatches: a batch of {counted(groups, 'group')} has at most {counted(groups, 'part')}."
+        )
     return result + settings({"groups_per_step": groups, "steps": steps, "updates.stream": stream})
 
 

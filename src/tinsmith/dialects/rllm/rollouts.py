@@ -48,6 +48,7 @@ from tinsmith.dialects.rllm.values import (
     Values,
     no_effect,
 )
+from tinsmith.plurals import counted
 from tinsmith.rl.plugins import Names
 
 REASONS = {
@@ -147,9 +148,9 @@ def _lengths(values: Values) -> Translation:
     room, result = total - prompt, NOTHING
     if room < 1:
         fix = f"Raise it, or lower {values.setting(*MAX_PROMPT).key}."
-        return fault("training.max_length", f"a prompt of {prompt} tokens leaves no room for a reply.", fix)
+        return fault("training.max_length", f"a prompt of {counted(prompt, 'token')} leaves no room for a reply.", fix)
     if reply > room:
-        text = f"replies have at most {room} tokens, so that prompt and reply have at most {total}."
+        text = f"replies have at most {counted(room, 'token')}, so that prompt and reply have at most {total}."
         result += note(f"training.max_length: {text}")
     result += settings({"sampling.max_prompt_tokens": prompt, "sampling.max_tokens": min(reply, room)})
     return result + (settings({"eval.max_tokens": evaluated}) if evaluated else NOTHING)
@@ -319,5 +320,6 @@ def _rejection(values: Values) -> Translation:
     if not values.value(f"{section}.enable"):
         return no_effect(values.set_keys(*keys), f"it has an effect only with {section}.enable: true.")
     refills = max(multiplier - 1, REFILLS)
-    text = f"up to {refills} more batches are sampled until {least} tasks are solved in part; then the run fails."
+    batches = f"up to {counted(refills, 'more batch')}"
+    text = f"{batches} are sampled for {counted(least, 'task')} solved in part; then the run fails."
     return settings({"min_partial_groups": max(0, least), "filter_refills": refills}) + note(f"{section}: {text}")

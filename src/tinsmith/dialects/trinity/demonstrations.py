@@ -12,6 +12,7 @@ from tinsmith.dialects.trinity.data import order, row_source
 from tinsmith.dialects.trinity.name_tables import MIXED, SUPERVISED
 from tinsmith.dialects.trinity.schema import Algorithm, TrinityFile
 from tinsmith.dialects.trinity.schema_buffer import DemonstrationFormat, ExperienceBuffer
+from tinsmith.plurals import counted
 
 PLACE = "buffer.trainer_input"
 STRATEGIES = ("default", "staleness_control", "mix", "warmup")
@@ -124,7 +125,7 @@ def _staleness(file: TrinityFile, strategy: str) -> SampleStrategy:
         return SampleStrategy(result + fault(key, problem, "Set a whole number, 0 or more."))
     if file.synchronizer.sync_style == "fixed" and offset > bound:
         fix = "Lower synchronizer.sync_offset, or raise max_staleness."
-        result += fault(key, f"batches are {offset} steps old, and all of them would be dropped.", fix)
+        result += fault(key, f"batches are {counted(offset, 'step')} old, and all of them would be dropped.", fix)
     return SampleStrategy(result, bound)
 
 

@@ -28,6 +28,7 @@ from tinsmith.dialects.trinity.schema_runtime import (
     TinkerSection,
     Trainer,
 )
+from tinsmith.plurals import counted
 
 ALPHA = 32
 """LoRA's alpha on the Tinker API, a constant: W' = W + (32 / rank) B A."""
@@ -308,7 +309,8 @@ def _intervals(sync: Synchronizer, minibatches: int) -> Translation:
         return result + settings({"sync.publish_every": training})
     key = "synchronizer.trainer_sync_interval"
     if sync.sync_style == "fixed":
-        problem = f"the sampler waits for weights every {sampling} steps, and the trainer sends them every {training}."
+        waits = f"the sampler waits for weights every {counted(sampling, 'step')}"
+        problem = f"{waits}, and the trainer sends them every {training}."
         return result + fault(key, problem, "Make them alike, or use another sync_style.")
     return result + note(f"{key}: with sync_style explorer_driven, the sampler decides when it takes weights.")
 

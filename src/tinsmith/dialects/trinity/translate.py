@@ -31,6 +31,7 @@ from tinsmith.dialects.trinity.schema import MARKS, Log, TrinityFile
 from tinsmith.dialects.trinity.schema_buffer import BufferSection
 from tinsmith.dialects.trinity.schema_runtime import Explorer, Monitor, RolloutModel, Trainer
 from tinsmith.errors import ConfigError
+from tinsmith.plurals import counted
 from tinsmith.rl.plugins import Names
 from tinsmith.settings import build
 
@@ -186,7 +187,9 @@ def _length(file: TrinityFile, workflow_type: str) -> Translation:
     size = buffer.train_batch_size or buffer.batch_size * group
     if buffer.train_batch_size and _counts_turns(file, workflow_type):
         size = buffer.batch_size * group
-        result += note(f"buffer.train_batch_size: it counts turns there; here a step trains on all {size} rollouts.")
+        result += note(
+            f"buffer.train_batch_size: it counts turns there; here a step trains on all {counted(size, 'rollout')}."
+        )
     if demonstrations.is_mixed(file):
         size = round(size * (1 - demonstrations.demonstration_share(file)))
     if size % group or size < group:

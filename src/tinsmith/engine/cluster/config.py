@@ -10,6 +10,7 @@ from pydantic import Field
 from tinsmith.engine.cluster.files.cache import DEFAULT_CACHE
 from tinsmith.engine.config import EngineConfig
 from tinsmith.errors import ConfigError
+from tinsmith.plurals import counted
 from tinsmith.settings import Settings
 
 DETERMINISTIC_SHARDS = 8
@@ -94,7 +95,7 @@ class ClusterConfig(Settings):
         shards = self.shards or (DETERMINISTIC_SHARDS if self.trainers > 1 else 1)
         if shards & (shards - 1) or shards % self.trainers:
             raise ConfigError(
-                f"{self.trainers} trainers cannot share {shards} shards in deterministic mode.",
+                f"{self.trainers} trainers cannot share {counted(shards, 'shard')} in deterministic mode.",
                 "Shards are a power of two, and a multiple of the trainers.",
             )
         return shards

@@ -26,6 +26,7 @@ from tinsmith.engine.cluster.dial import Address, Ticket, read_report, written_t
 from tinsmith.engine.cluster.machines.machine import Machine, this_machine, visible_gpus
 from tinsmith.engine.cluster.tls import Identity
 from tinsmith.errors import ConfigError, EngineDied
+from tinsmith.plurals import counted
 
 START_S = 60.0
 """Time for a process to report its port: Python starts, and imports the module."""
@@ -210,8 +211,8 @@ class Subprocesses(Places):
         free = self._free_gpus
         if count * gpus > len(free):
             raise ConfigError(
-                f"{name}: {count} processes with {gpus} GPUs each do not fit on this machine, which has "
-                f"{len(free)} free GPUs.",
+                f"{name} is to have {counted(count, 'process')} with {counted(gpus, 'GPU')} each; this machine has "
+                f"{counted(len(free), 'free GPU')}.",
                 "Use fewer processes, or machines of a Ray cluster: --cluster.",
             )
         seats = []

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from tinsmith.engine.general.model import GeneralModel
 from tinsmith.engine.training.activation_checkpointing import CheckpointSwitch
 from tinsmith.errors import Unsupported
+from tinsmith.plurals import counted
 
 
 def install(base: GeneralModel, *, required: bool) -> CheckpointSwitch:
@@ -30,7 +31,7 @@ def install(base: GeneralModel, *, required: bool) -> CheckpointSwitch:
     layers = [layer for stack in _stacks(base.body, count) for layer in stack]
     if required and not layers:
         raise Unsupported(
-            f"{base.card.source} ({base.card.arch}) has no list of {count} layers, so that none can be recomputed.",
+            f"{base.card.source} ({base.card.arch}) has no list of {counted(count, 'layer')}; none can be recomputed.",
             "Serve it without recompute=always.",
         )
     for layer in layers:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from tinsmith.engine.base import Datum, ModelCard, Pass, SampleRequest
 from tinsmith.engine.images.tower import VisionTower
 from tinsmith.errors import BadRequest, Unsupported
+from tinsmith.plurals import counted
 
 
 def placed_pass(request: Pass, vision: VisionTower | None, card: ModelCard) -> Pass:
@@ -32,7 +33,8 @@ def _placed_datum(where: str, datum: Datum, vision: VisionTower) -> Datum:
     tokens, images = vision.place(where, datum.tokens, datum.images)
     if len(tokens) != len(datum.targets):
         raise BadRequest(
-            f"{where} has {len(tokens)} tokens with those of its images, target_tokens {len(datum.targets)}.",
+            f"{where} has {counted(len(tokens), 'token')} with those of its images, and target_tokens "
+            f"{len(datum.targets)}.",
             "Give targets for the tokens of images too, with weight 0.",
         )
     return replace(datum, tokens=tokens, images=images)

@@ -23,6 +23,7 @@ from tinsmith.atomic import atomic_folder, folder_size
 from tinsmith.engine.lora.adapter import AdapterLayout
 from tinsmith.engine.lora.saved_spec import PREFIX
 from tinsmith.errors import NotFound
+from tinsmith.plurals import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def read(folder: Path, layout: AdapterLayout) -> Tensor:
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise NotFound(f"{folder} does not hold an adapter of this base model: {error!r}", "Save it again.") from error
     if tensors or not bool(torch.isfinite(flat).all()):
-        fault = f"has {len(tensors)} unexpected tensors" if tensors else "holds values that are not finite"
+        fault = f"has {counted(len(tensors), 'unexpected tensor')}" if tensors else "holds values that are not finite"
         raise NotFound(f"The adapter in {folder} {fault}.", "Save it again.")
     return flat
 

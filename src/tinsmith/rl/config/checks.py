@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tinsmith.plurals import counted
 from tinsmith.rl.algorithms.advantages.group import GrpoAdvantage
 from tinsmith.rl.algorithms.advantages.multi_turn import StepWiseGrpoAdvantage
 from tinsmith.rl.config.environment_checks import check_environments, check_shadow
@@ -118,8 +119,8 @@ def _check_updates(config: RunSettings) -> None:
         rows = config.demonstrations.count(groups, config.group_size, alone=True)
         if updates.minibatches > rows:
             raise ValueError(
-                f"updates.minibatches is {updates.minibatches}, and a batch has {rows} demonstrations; set it to "
-                f"{rows} or less, or raise demonstrations.per_step"
+                f"updates.minibatches is {updates.minibatches}, and a batch has {counted(rows, 'demonstration')}; set "
+                f"it to {rows} or less, or raise demonstrations.per_step"
             )
     if updates.stream > 1 and config.algorithm.stream_fault:
         raise ValueError(f"updates.stream: {config.algorithm.stream_fault}, or leave out updates.stream")

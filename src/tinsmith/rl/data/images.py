@@ -17,6 +17,7 @@ from PIL import Image as Pictures
 
 from tinsmith.chat.images import read_data_url
 from tinsmith.errors import ConfigError
+from tinsmith.plurals import counted
 from tinsmith.rl.types import Image, Message
 
 MARK = "<image>"
@@ -45,7 +46,7 @@ def place_images(messages: Sequence[Message], images: Sequence[Image], place: st
         return (*messages[:first], whole, *messages[first + 1 :])
     if parts or marks != len(images):
         raise ConfigError(
-            f"{place} has {len(images)} images and {parts or marks} places for them.",
+            f"{place} has {counted(len(images), 'image')} and {parts or marks} places for them.",
             f"Write a mark {MARK} or a content part of type image for each.",
         )
     waiting = iter(images)

@@ -19,6 +19,7 @@ from pydantic import field_serializer, field_validator, model_validator
 from typing_extensions import override
 
 from tinsmith.errors import ConfigError
+from tinsmith.plurals import counted
 from tinsmith.rl.data.row_mapping import LazySequence, RowMapping
 from tinsmith.rl.data.row_operators import Operator, Rows, apply_operators
 from tinsmith.rl.types import Demonstration, Task
@@ -117,7 +118,7 @@ class InlineRows(RowSource):
         digest = hashlib.sha256()
         for row in self.data:
             digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-        return f"{len(self.data)} rows, sha256 {digest.hexdigest()[:16]}"
+        return f"{counted(len(self.data), 'row')}, sha256 {digest.hexdigest()[:16]}"
 
     @property
     @override

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from tinsmith.errors import ConfigError
+from tinsmith.plurals import counted
 from tinsmith.rl.data.ordering import OrderConfig, RowOrder, Shuffle
 from tinsmith.rl.data.row_mapping import LazySequence, RowMapping
 from tinsmith.rl.data.sources import NamedSources, Source, Sources, as_tuple, reject_fields
@@ -225,7 +226,7 @@ def split(config: TasksConfig, seed: int) -> tuple[TaskSampler, HeldOutTasks]:
         held_out = {"": tuple(tasks[int(row)] for row in held_rows)}
     if loaded and not len(rows):
         raise ConfigError(
-            f"tasks.train has {total} tasks; {config.held_out} held out leave none to train on.",
+            f"tasks.train has {counted(total, 'task')}; {config.held_out} held out leave none to train on.",
             "Set tasks.held_out lower, or give tasks.eval.",
         )
     sources = []

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from tinsmith.plurals import counted
 from tinsmith.rl.ending.duration import Duration
 from tinsmith.settings import Needs, Settings
 
@@ -75,7 +76,7 @@ class EndCondition:
         if config.patience and self._worse >= config.patience:
             return f"{config.metric} has not been better than {self._best:.4g} for {self._worse} values"
         if config.time_limit is not None and self._elapsed >= config.time_limit:
-            return f"{config.time_limit:g} seconds are over"
+            return f"its time limit of {counted(config.time_limit, 'second')} is over"
         return ""
 
     @property

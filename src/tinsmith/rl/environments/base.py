@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import Field, ValidationError, field_validator
 
 from tinsmith.errors import ConfigError
+from tinsmith.plurals import counted
 from tinsmith.rl.data.ordering import OrderConfig, Shuffle
 from tinsmith.rl.data.tasks import SampledSource, SourceSampler, TaskSampler, split_rows
 from tinsmith.rl.policy.base import SamplingConfig
@@ -117,7 +118,8 @@ class EnvironmentOptions(Settings):
             return None, held_out
         if not len(rows):
             raise ConfigError(
-                f"environment {self.title} has {len(tasks)} tasks; {self.held_out} held out leave none to train on.",
+                f"environment {self.title} has {counted(len(tasks), 'task')}; {self.held_out} held out leave none to "
+                "train on.",
                 "Set its held_out lower.",
             )
         order = self.task_order().row_order(rows, _no_feature, (seed,))

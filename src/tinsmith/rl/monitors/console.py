@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from typing_extensions import override
 
+from tinsmith.plurals import counted
 from tinsmith.rl.monitors.base import Kind, Monitor, RunInfo, roles_of
 from tinsmith.rl.types import Group
 from tinsmith.settings import Settings
@@ -116,7 +117,7 @@ def _evaluation(step: int, values: Mapping[str, float]) -> str:
     if values.get("eval/failed"):
         notes += f"  [red]{values['eval/failed']:.0f} failed[/]"
     when = f"after step {step}" if step else "before training"
-    return f"[cyan]held out[/] {when}: {passes}  of {values['eval/tasks']:.0f} tasks{notes}"
+    return f"[cyan]held out[/] {when}: {passes}  of {counted(values['eval/tasks'], 'task')}{notes}"
 
 
 def _prediction(metric: str) -> str:

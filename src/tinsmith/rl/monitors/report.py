@@ -19,6 +19,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from tinsmith.atomic import atomic_write
+from tinsmith.plurals import counted
 from tinsmith.rl.monitors import timeline
 from tinsmith.rl.monitors.base import Kind, Monitor, RunInfo, roles_of
 from tinsmith.rl.monitors.charts import Curve, smooth, svg
@@ -100,7 +101,9 @@ def _cards(info: RunInfo, rows: Sequence[Row]) -> list[dict[str, str]]:
     if held_out := _points(rows, "eval/pass@1"):
         constant = _points(rows, "eval/constant_pass@1")
         note = (
-            f"best constant answer {constant[-1][1]:.3f}" if constant else f"{rows[0].get('eval/tasks', 0):.0f} tasks"
+            f"best constant answer {constant[-1][1]:.3f}"
+            if constant
+            else f"{counted(rows[0].get('eval/tasks', 0), 'task')}"
         )
         cards.append({"name": "held-out pass@1", "value": _span(held_out, 3), "note": note})
     if reward := _points(rows, "reward/mean"):

@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from tinsmith.chat.request import PromptTooLong
+from tinsmith.plurals import counted
 from tinsmith.rl.ending.duration import seconds_of
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.chat import ChatCodec, Messages
@@ -353,6 +354,7 @@ def check_prompt_length(prompt: Sequence[int], sampling: SamplingConfig) -> None
     """Raise PromptTooLong if the prompt is longer than max_prompt_tokens."""
     if sampling.max_prompt_tokens is not None and len(prompt) > sampling.max_prompt_tokens:
         raise PromptTooLong(
-            f"The prompt has {len(prompt)} tokens, sampling.max_prompt_tokens is {sampling.max_prompt_tokens}.",
+            f"The prompt has {counted(len(prompt), 'token')}, sampling.max_prompt_tokens is "
+            f"{sampling.max_prompt_tokens}.",
             "Raise it, or shorten the task.",
         )

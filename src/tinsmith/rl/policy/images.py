@@ -13,6 +13,7 @@ from typing import Any
 import tinker
 
 from tinsmith.errors import UserError
+from tinsmith.plurals import counted
 from tinsmith.rl.types import EncodedPrompt, Image, PlacedImage, Tokens
 
 
@@ -57,7 +58,8 @@ class ImageEncoder:
         """
         if (places := sum(token == self._token_id for token in ids)) != len(images):
             raise UserError(
-                f"The rendered messages have {places} placeholders of images for {len(images)} images.",
+                f"The rendered messages have {counted(places, 'placeholder')} of images for "
+                f"{counted(len(images), 'image')}.",
                 "Remove the placeholder from the text, or use a chat template that takes images.",
             )
         tokens, placed, waiting = list[int](), list[PlacedImage](), iter(images)

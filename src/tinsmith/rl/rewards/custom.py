@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from typing_extensions import override
 
+from tinsmith.plurals import counted
 from tinsmith.rl.plugins import (
     Arguments,
     ImportPath,
@@ -70,7 +71,7 @@ class CustomReward(Reward):
         try:
             return Score(**await pool.call("tinsmith.rl.rewards.isolated:score", *arguments, seconds=self.isolated))
         except TimeoutError:
-            raise TimeoutError(f"{self.title} took longer than {self.isolated:g} seconds") from None
+            raise TimeoutError(f"{self.title} took longer than {counted(self.isolated, 'second')}") from None
 
     @override
     async def judge(self, task: Task, rollout: Rollout, policy: Snapshot) -> RewardValue:

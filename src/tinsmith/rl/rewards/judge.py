@@ -16,6 +16,7 @@ import httpx
 from pydantic import Field, model_validator
 from typing_extensions import override
 
+from tinsmith.plurals import counted
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot
 from tinsmith.rl.rewards.base import Reward, Score
 from tinsmith.rl.types import Message, Rollout, Task
@@ -178,7 +179,7 @@ def _weighted_share(response: str, rubric: Sequence[Criterion]) -> float:
     lists = _LIST.findall(response)
     marks: list[Any] = json.loads(lists[-1]) if lists else []
     if len(marks) != len(rubric):
-        raise ValueError(f"the judge gave no list of {len(rubric)} marks: {response[-200:]!r}")
+        raise ValueError(f"the judge gave no list of {counted(len(rubric), 'mark')}: {response[-200:]!r}")
     total = sum(criterion.weight for criterion in rubric if criterion.weight > 0) or 1.0
     met = [criterion.weight for criterion, mark in zip(rubric, marks, strict=True) if mark]
     return max(0.0, sum(met) / total)

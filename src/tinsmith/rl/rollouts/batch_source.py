@@ -14,6 +14,7 @@ from typing import Protocol
 from typing_extensions import override
 
 from tinsmith.errors import ConfigError, TinsmithError
+from tinsmith.plurals import counted
 from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.policy.base import Policy
 from tinsmith.rl.rollouts.buffers.base import Buffer
@@ -377,7 +378,7 @@ class BufferedBatchSource(BatchSource):
             )
         if time.monotonic() > end:
             raise TinsmithError(
-                f"No batch for step {step} within {self._sync.timeout:g} seconds.",
+                f"No batch for step {step} within {counted(self._sync.timeout, 'second')}.",
                 "Check that the run's process of mode explore is running; if it is, raise sync.timeout.",
             )
 

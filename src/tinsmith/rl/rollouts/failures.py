@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from tinsmith.errors import TinsmithError
+from tinsmith.plurals import counted
 from tinsmith.rl.types import Group
 
 CANCELLED = "cancelled: enough other groups were complete"
@@ -31,8 +32,8 @@ class FailureLimit:
         full = len(self._batches) == self._batches.maxlen
         if full and self._share < 1 and len(errors) > self._share * total:
             raise TinsmithError(
-                f"{len(errors)} of {total} rollouts of the last {len(self._batches)} batches failed, more than "
-                f"rollout.max_failures allows ({self._share:g}). {most_frequent(errors)}",
+                f"{len(errors)} of {counted(total, 'rollout')} of the last {counted(len(self._batches), 'batch')} "
+                f"failed, more than rollout.max_failures allows ({self._share:g}). {most_frequent(errors)}",
                 _HINT,
             )
 
@@ -50,4 +51,4 @@ def most_frequent(errors: Sequence[str]) -> str:
     kinds = Counter(_NUMBERS.sub("#", error) for error in errors)
     kind, count = kinds.most_common(1)[0]
     example = next(error for error in errors if _NUMBERS.sub("#", error) == kind)
-    return f"The most frequent error, {count} of {len(errors)} times: {example}"
+    return f"The most frequent error, {count} of {counted(len(errors), 'time')}: {example}"

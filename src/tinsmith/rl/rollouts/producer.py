@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tinsmith.errors import TinsmithError
+from tinsmith.plurals import counted
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot
 from tinsmith.rl.rollouts.coordination import ChangeNotifier
 from tinsmith.rl.rollouts.failures import FailureLimit, errors_of, most_frequent
@@ -221,9 +222,9 @@ class BatchProducer:
         plan = self._plan
         left = apply_filters(plan.filters, groups)
         if len(left) < plan.groups:
-            return f"the filters keep {len(left)} of {len(groups)} groups, but a step needs {plan.groups}"
+            return f"the filters keep {len(left)} of {counted(len(groups), 'group')}, but a step needs {plan.groups}"
         if (partial := sum(map(plan.is_partial, left))) < plan.min_partial:
-            return f"{partial} of {len(left)} groups are solved in part, but a step needs {plan.min_partial}"
+            return f"{partial} of {counted(len(left), 'group')} solved in part, but a step needs {plan.min_partial}"
         return ""
 
     async def _roll_out(self, batch: BatchInProgress, snapshot: Snapshot) -> None:
@@ -272,7 +273,7 @@ class BusyTime:
 
 
 def _all_failed(batch: BatchInProgress) -> TinsmithError:
-    earlier = f", as in {batch.refills} batches before" if batch.refills else ""
+    earlier = f", as in {counted(batch.refills, 'batch')} before" if batch.refills else ""
     return TinsmithError(
         f"Every rollout of step {batch.step} failed{earlier}. {most_frequent(errors_of(batch.finished))}",
         "Fix the cause; if it was transient, raise rollout.retries and rollout.refills.",

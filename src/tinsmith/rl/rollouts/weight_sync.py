@@ -18,6 +18,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from tinsmith.errors import TinsmithError
+from tinsmith.plurals import counted
 from tinsmith.rl.policy.base import Policy, Prompt, SamplingConfig, Snapshot
 from tinsmith.rl.policy.chat import ChatCodec
 from tinsmith.rl.rollouts.coordination import CoordinationNotes, WeightRecord
@@ -166,7 +167,7 @@ class WeightSubscriber(WeightSource):
             if (weights := await look()) is not None:
                 return weights
             if time.monotonic() > end:
-                raise TinsmithError(f"{error} within {self._timeout:g} seconds.", self._hint)
+                raise TinsmithError(f"{error} within {counted(self._timeout, 'second')}.", self._hint)
             await self._notes.wait(seen)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tinsmith.errors import ConfigError
+from tinsmith.plurals import counted
 from tinsmith.rl.policy.base import CheckpointInfo, ModelConfig
 from tinsmith.rl.rollouts.batch_source import BatchSourceState
 from tinsmith.rl.rollouts.buffers.replay import SelectorState
@@ -124,9 +125,9 @@ def state_of_checkpoint(info: CheckpointInfo, path: str, per_step: TasksPerStep,
             "Name its state file FOLDER/checkpoints/step-000010.json, or set model.load_from for its weights alone.",
         )
     exact = (
-        f"weights and optimizer are exact; its name gives step and version {step}, and {derived.cursor} tasks and "
-        f"{derived.demonstrations_drawn} demonstrations drawn; the task order, adaptive coefficients and random "
-        "generators are as at the start of a run"
+        f"weights and optimizer are exact; its name gives step and version {step}, and "
+        f"{counted(derived.cursor, 'task')} and {counted(derived.demonstrations_drawn, 'demonstration')} drawn; the "
+        "task order, adaptive coefficients and random generators are as at the start of a run"
     )
     return derived.model_copy(update={"origin": path}), exact
 

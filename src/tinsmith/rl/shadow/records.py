@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from tinsmith.errors import Unsupported
+from tinsmith.plurals import counted
 from tinsmith.rl.policy.chat import ChatCodec
 from tinsmith.rl.shadow.config import Mode, Optimizer, Rung, StepParams
 from tinsmith.rl.types import Message, Turn
@@ -35,7 +36,8 @@ class ShadowText:
 
     def __post_init__(self) -> None:
         if len(self.tokens) < 2 or len(self.weights) != len(self.tokens) - 1:
-            raise ValueError(f"a text of {len(self.tokens)} tokens with {len(self.weights)} weights; N + 1 have N")
+            size = f"{counted(len(self.tokens), 'token')} with {counted(len(self.weights), 'weight')}"
+            raise ValueError(f"a text of {size}; N + 1 have N")
         if not any(self.weights):
             raise ValueError("every weight of the text is 0")
 

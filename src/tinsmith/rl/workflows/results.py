@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tinsmith.plurals import counted
 from tinsmith.rl.guards.user_code import MAX_LENGTH
 from tinsmith.rl.rewards.base import as_number
 from tinsmith.rl.types import Rollout, Trajectory, Turn
@@ -20,8 +21,8 @@ def checked(result: Any, count: int) -> tuple[Rollout, ...]:
     Raises TypeError unless there are `count`.
     """
     if not isinstance(result, Sequence) or len(result) != count:
-        size = f"{len(result)} rollouts" if isinstance(result, Sequence) else f"a {type(result).__name__}"
-        raise TypeError(f"the workflow returned {size} instead of {count} rollouts")
+        size = counted(len(result), "rollout") if isinstance(result, Sequence) else f"a {type(result).__name__}"
+        raise TypeError(f"the workflow returned {size} instead of {counted(count, 'rollout')}")
     return tuple(map(_checked, result))
 
 

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from tinsmith.chat.request import PromptTooLong
 from tinsmith.errors import ConfigError, UserError
+from tinsmith.plurals import counted
 from tinsmith.rl.policy.base import Prompt, SamplingConfig
 from tinsmith.rl.policy.chat import Chat
 from tinsmith.rl.policy.chat_session import ChatSession
@@ -38,7 +39,9 @@ class LengthLimitedSnapshot(SnapshotWrapper):
         if self._max_length is not None:
             room = self._max_length - 1 - len(prompt)
             if room < 1:
-                raise PromptTooLong(f"The prompt has {len(prompt)} tokens, max_model_length is {self._max_length}.")
+                raise PromptTooLong(
+                    f"The prompt has {counted(len(prompt), 'token')}, max_model_length is {self._max_length}."
+                )
             sampling = sampling.model_copy(update={"max_tokens": min(sampling.max_tokens, room)})
         return await self._snapshot.sample(prompt, count=count, seed=seed, sampling=sampling)
 

@@ -15,6 +15,7 @@ from typing import Any
 from typing_extensions import override
 
 from tinsmith.errors import UserError
+from tinsmith.plurals import counted
 from tinsmith.rl.plugins import ImportPath
 from tinsmith.rl.policy.agent_endpoint import AgentSession
 from tinsmith.rl.policy.base import Snapshot
@@ -128,7 +129,8 @@ def attach_turns(episode: Episode, session: ChatSession) -> None:
         else:
             waiting.append(step)
     if waiting and len(waiting) != len(unused):
-        raise UserError(f"{len(waiting)} steps have no reply, and {len(unused)} replies have no step.", _MISMATCH)
+        without_reply, without_step = counted(len(waiting), "step"), counted(len(unused), "reply")
+        raise UserError(f"{without_reply} without a reply, and {without_step} without a step.", _MISMATCH)
     for step, turn in zip(waiting, list(unused), strict=False):
         _fill(step, turn, unused)
 

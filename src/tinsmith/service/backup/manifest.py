@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tinsmith.atomic import atomic_write
 from tinsmith.errors import ConfigError
+from tinsmith.plurals import counted
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -56,7 +57,7 @@ class Manifest:
             if path not in present:
                 faults[path] = "is missing"
             elif (size := file.stat().st_size) != entry.size:
-                faults[path] = f"has {size} bytes instead of {entry.size}"
+                faults[path] = f"has {counted(size, 'byte')} instead of {entry.size}"
             elif sha256(file) != entry.sha256:
                 faults[path] = "has another SHA-256"
         return faults

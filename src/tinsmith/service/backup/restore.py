@@ -10,6 +10,7 @@ from pathlib import Path
 from sqlalchemy import Connection, Engine, create_engine, select, text
 
 from tinsmith.errors import ConfigError
+from tinsmith.plurals import counted
 from tinsmith.service.backup.manifest import Manifest, read_manifest
 from tinsmith.service.backup.snapshot import DATABASE, copy_rows
 from tinsmith.service.storage.database import migrate, open_engine, sync_engine_of
@@ -31,7 +32,7 @@ def restore(source: Path, data: Path, database: str | None) -> Manifest:
     faults = sorted(manifest.faults(source).items())
     if faults:
         raise ConfigError(
-            f"{source} is damaged: {faults[0][0]} {faults[0][1]} ({len(faults)} such files).",
+            f"{source} is damaged: {faults[0][0]} {faults[0][1]} ({counted(len(faults), 'such file')}).",
             f"Use another backup; tinsmith verify {source} lists the files.",
         )
     writable_folder(data, "--data")

@@ -18,6 +18,7 @@ from sqlalchemy import Row, select
 from sqlalchemy.exc import DatabaseError
 
 from tinsmith.errors import TinsmithError
+from tinsmith.plurals import counted
 from tinsmith.service.backup.manifest import MANIFEST, read_manifest
 from tinsmith.service.backup.snapshot import ADAPTER, CONFIG, Snapshot, StoredFolder, open_snapshot
 from tinsmith.service.storage.batch import REPLAYED
@@ -51,7 +52,7 @@ def verify(folder: Path, database: str | None = None) -> list[Check]:
     """Check a data folder or a backup. Raises ConfigError if it is neither, or of another version."""
     if (folder / MANIFEST).is_file():
         manifest = read_manifest(folder)
-        files = Check(name="manifest", checked=f"{len(manifest.files)} files", faults=manifest.faults(folder))
+        files = Check(name="manifest", checked=counted(len(manifest.files), "file"), faults=manifest.faults(folder))
         return [files, *_inspect(folder, None, is_live=False)]
     checks = _inspect(folder, database)
     for _ in range(ATTEMPTS - 1):
@@ -77,7 +78,7 @@ def _inspect(folder: Path, database: str | None, *, is_live: bool = True) -> lis
 
 
 def _database(snapshot: Snapshot) -> Check:
-    check = Check(name="database", checked=f"{sum(snapshot.counts().values())} rows")
+    check = Check(name="database", checked=counted(sum(snapshot.counts().values()), "row"))
     if snapshot.db.dialect.name != "sqlite":
         return check  # PostgreSQL checks its pages when it reads them
     try:
@@ -90,7 +91,7 @@ def _database(snapshot: Snapshot) -> Check:
 
 def _folders(name: str, root: Path, folders: list[StoredFolder]) -> Check:
     faults = {folder.path: f"of {folder.record}: {fault}" for folder in folders if (fault := _fault(root, folder))}
-    return Check(name=name, checked=f"{len(folders)} folders", faults=faults)
+    return Check(name=name, checked=counted(len(folders), "folder"), faults=faults)
 
 
 def _fault(root: Path, stored: StoredFolder) -> str | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tinsmith.engine.base import LoraSpec, ModelCard
 from tinsmith.errors import Busy, Forbidden
+from tinsmith.plurals import counted
 from tinsmith.service.budgets.disk import display_bytes
 
 BYTES_PER_PARAMETER = 16
@@ -107,7 +108,7 @@ def check_new_model(models: Iterable[ModelUse], size_bytes: int, limit: int | No
     used = sum(model.size_bytes for model in active)
     if used + size_bytes > limit:
         raise Busy(
-            f"The model needs {display_bytes(size_bytes)} in training; {len(active)} models in use take "
+            f"The model needs {display_bytes(size_bytes)} in training; {counted(len(active), 'model')} in use: "
             f"{display_bytes(used)} of {display_bytes(limit)} (model_memory).",
             "Try again later, use a lower rank, or end sessions whose models are no longer needed.",
             retry_after_ms=int(1000 * RETRY_S),

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from tinsmith.plurals import counted
+
 MEMORY_S = 60.0
 """Time after which a measured rate counts for little."""
 VIEW_S = 1.0
@@ -38,8 +40,7 @@ class QueueEntry:
     @property
     def description(self) -> str:
         """Its place and time left, for the client's user."""
-        noun = "request" if self.place == 1 else "requests"
-        text = f"{self.place} {noun} ({self.tokens_before} tokens) before this one"
+        text = f"{counted(self.place, 'request')} ({counted(self.tokens_before, 'token')}) before this one"
         return text if self.expected_s is None else f"{text}, about {max(1, round(self.expected_s))} s"
 
 

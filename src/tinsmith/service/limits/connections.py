@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from typing_extensions import override
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tinsmith.plurals import counted
 from tinsmith.service.limits.transport import JoinedWrites
 
 HEADER_BYTES = 64 * 2**10
@@ -75,7 +76,7 @@ class AddressCounts:
         self._by_address[address] += 1
         most = self._per_address
         if most is not None and self._by_address[address] > most and not _is_loopback(address):
-            return Refusal(status=429, detail=f"Your address has {most} open connections. Reuse them.")
+            return Refusal(status=429, detail=f"Your address has {counted(most, 'open connection')}. Reuse them.")
         return None
 
     def discard(self, connection: Hashable) -> None:

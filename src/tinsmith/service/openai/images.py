@@ -9,6 +9,7 @@ import numpy as np
 from tinsmith.chat.images import read_data_url
 from tinsmith.engine.base import ImageSupport, InputImage
 from tinsmith.errors import BadRequest
+from tinsmith.plurals import counted
 from tinsmith.service.wire.model_input import image_chunk, join_chunks
 
 
@@ -23,7 +24,8 @@ def place_images(
     places = np.flatnonzero(tokens == support.token_id)
     if len(places) != len(urls):
         raise BadRequest(
-            f"The rendered conversation has {len(places)} placeholders of images for {len(urls)} images.",
+            f"The rendered conversation has {counted(len(places), 'placeholder')} of images for "
+            f"{counted(len(urls), 'image')}.",
             "Remove the placeholder from your text, or serve the model with a chat template that takes images.",
         )
     chunks = list[np.ndarray | InputImage]()

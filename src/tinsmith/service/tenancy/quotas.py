@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tinsmith.errors import Busy, Forbidden
+from tinsmith.plurals import counted
 from tinsmith.service.budgets.disk import DiskMonitor
 from tinsmith.service.results.futures import Futures
 from tinsmith.service.storage.records import Model
@@ -34,7 +35,7 @@ class ShadowLimits:
     size_bytes: int
 
     def __str__(self) -> str:
-        return f"{self.count} of {self.size_bytes} bytes"
+        return f"{self.count} of {counted(self.size_bytes, 'byte')}"
 
 
 @dataclass(slots=True)
@@ -78,7 +79,7 @@ class QuotaEnforcer:
         """Charge tokens, and reserve a queued request for the duration of the block. Raises Busy over a quota."""
         limit = self._tenants.quotas(owner).queued
         if limit is not None and self._futures.pending(owner) + self._arriving[owner] >= limit:
-            problem = f"{owner} has {limit} requests without a result, its quota."
+            problem = f"{owner} has {counted(limit, 'request')} without a result, its quota."
             raise Busy(problem, "Retry when some are finished.", retry_after_ms=int(1000 * _RETRY_S))
         self._spend(owner, tokens)
         self._arriving[owner] += 1
@@ -111,16 +112,17 @@ class QuotaEnforcer:
         own = [shadow for shadow in self._store.shadows.values() if shadow.model.owner == owner]
         size = sum(shadow.size_bytes for shadow in own)
         if len(own) >= limits.count or size >= limits.size_bytes:
-            problem = f"{owner} has {len(own)} shadows of {size} bytes; a tenant may have {limits}."
+            problem = (
+                f"{owner} has {counted(len(own), 'shadow')} of {counted(size, 'byte')}; a tenant may have {limits}."
+            )
             raise Forbidden(problem, "End a session of shadows, or wait until some were idle for their ttl.")
 
     def check_sampling_session(self, session_id: str) -> None:
         """Raise Forbidden if a session has as many sampling sessions as one may have."""
         limit = self._samplers
         if limit is not None and self._store.count_sampling_sessions(session_id) >= limit:
-            problem = (
-                f"Session {session_id} has {limit} sampling sessions, as many as one may have (sampling_sessions)."
-            )
+            sessions = counted(limit, "sampling session")
+            problem = f"Session {session_id} has {sessions}, as many as one may have (sampling_sessions)."
             raise Forbidden(problem, "Begin another session, and load a checkpoint into it.")
 
     def check_storage(self, owner: str) -> None:
@@ -132,7 +134,7 @@ class QuotaEnforcer:
             return
         used = self._store.checkpoint_bytes(owner)
         if used >= limit:
-            problem = f"The checkpoints of {owner} take {used} bytes; its quota is {limit}."
+            problem = f"The checkpoints of {owner} take {counted(used, 'byte')}; its quota is {limit}."
             raise Forbidden(problem, "Delete some, set a ttl, or end sessions that sample from unnamed ones.")
 
     def check_payload(self, size: int) -> None:
@@ -151,7 +153,7 @@ class QuotaEnforcer:
         bucket = self._bucket(owner, limit)
         if bucket.level <= 0:  # not `< tokens`: a request larger than the quota of a minute would never run
             wait = min(60 * (1 - bucket.level) / limit, _MAX_RETRY_S) if limit else _MAX_RETRY_S
-            problem = f"{owner} has used its {limit} tokens per minute."
+            problem = f"{owner} has used its {counted(limit, 'token')} per minute."
             raise Busy(problem, f"Retry in {math.ceil(wait)} s.", retry_after_ms=math.ceil(1000 * wait))
         bucket.level -= tokens
 

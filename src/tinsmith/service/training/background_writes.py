@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 from tinsmith.atomic import remove_unfinished
 from tinsmith.errors import EngineDied, EngineError, TinsmithError
+from tinsmith.plurals import counted
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.engines.host import EngineHost
 from tinsmith.service.storage.records import Checkpoint, Model
@@ -53,7 +54,7 @@ class BackgroundWriter:
         while len(self._tasks) >= MAX_UNWRITTEN:
             if self._error is not None:
                 raise EngineError(
-                    f"{len(self._tasks)} sampling sessions, saved before this, are not on disk yet: {self._error}",
+                    f"{counted(len(self._tasks), 'sampling session')}, saved before: not on disk yet: {self._error}",
                     "Send it again later.",
                 )
             await asyncio.wait(self._tasks, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)

@@ -12,6 +12,7 @@ import numpy as np
 
 from tinsmith.engine.base import IMAGE_TOKEN, InputImage
 from tinsmith.errors import BadRequest, TooLarge, Unsupported
+from tinsmith.plurals import counted
 
 FORMATS = ("png", "jpeg")
 MAX_TOKENS = 2**15
@@ -59,15 +60,15 @@ def join_chunks(
     """
     images = [chunk for chunk in chunks if isinstance(chunk, InputImage)]
     if len(images) > MAX_IMAGES:
-        raise TooLarge(f"{where} has {len(images)} images.", f"At most {MAX_IMAGES}.")
+        raise TooLarge(f"{where} has {counted(len(images), 'image')}.", f"At most {MAX_IMAGES}.")
     length = 0
     if images and total is not None:
         unknown = sum(not image.length for image in images)
         length = total - sum(chunk.length if isinstance(chunk, InputImage) else len(chunk) for chunk in chunks)
         if unknown > 1 or not unknown <= length <= unknown * MAX_TOKENS:
             raise BadRequest(
-                f"{where} has {total - length} tokens and {unknown} images without expected_tokens; target_tokens has "
-                f"{total}.",
+                f"{where} has {counted(total - length, 'token')} and {counted(unknown, 'image')} without "
+                f"expected_tokens; target_tokens has {total}.",
                 "Set expected_tokens of each image, and give targets for the tokens of images too.",
             )
     pieces, placed, start = [np.zeros(0, "<i4")], list[InputImage](), 0

@@ -23,6 +23,7 @@ from google.protobuf.message import DecodeError
 from tinsmith.engine.base import Datum, InputImage, Pass, PassResult, SampleResult, TopK
 from tinsmith.engine.training.loss_specs import CUSTOM, ROUTED_EXPERTS
 from tinsmith.errors import BadRequest, TooLarge, Unsupported
+from tinsmith.plurals import counted
 from tinsmith.service.wire.model_input import image_chunk, join_chunks, unsupported_chunk
 
 
@@ -186,7 +187,7 @@ def _chunk(where: str, chunk: pb.Chunk) -> np.ndarray | InputImage:
 
 def _array(where: str, data: bytes, dtype: np.dtype[Any]) -> np.ndarray:
     if len(data) % dtype.itemsize:
-        raise BadRequest(f"{where} has {len(data)} bytes.", f"Send a multiple of {dtype.itemsize}.")
+        raise BadRequest(f"{where} has {counted(len(data), 'byte')}.", f"Send a multiple of {dtype.itemsize}.")
     return np.frombuffer(data, dtype=dtype)
 
 
@@ -210,7 +211,7 @@ def reshape_checked(where: str, values: np.ndarray, shape: tuple[int, ...]) -> n
     """Flat values in their declared shape. Raises BadRequest if the sizes differ."""
     if min(shape, default=0) < 0 or int(np.prod(shape, dtype=object)) != values.size:
         raise BadRequest(
-            f"{where} has {values.size} values for shape {list(shape)}.", "Send values that fill the shape."
+            f"{where} has {counted(values.size, 'value')} for shape {list(shape)}.", "Send values that fill the shape."
         )
     return values.reshape(shape)
 

@@ -10,6 +10,7 @@ from tinsmith.engine.cluster.machines.machine import Machine
 from tinsmith.engine.cluster.placement import Seat
 from tinsmith.engine.config import EngineConfig
 from tinsmith.errors import ConfigError
+from tinsmith.plurals import counted
 
 
 def uses_gpus(config: EngineConfig, machines: Sequence[Machine]) -> bool:
@@ -44,17 +45,19 @@ def plan(
     """
     weights = weight_bytes(config.source)
     size = f", {weights / 1e9:.1f} GB of weight files{'' if is_sharded else ' each'}" if weights else ""
-    yield f"Plan for {config.source}: {len(trainers)} training and {len(samplers)} sampling processes{size}"
+    yield f"Plan for {config.source}: {len(trainers)} training and {counted(len(samplers), 'sampling process')}{size}"
     by_name = {machine.name: machine for machine in machines}
     for name in dict.fromkeys(seat.machine for seat in (*trainers, *samplers)):
         seats = [seat for seat in (*trainers, *samplers) if seat.machine == name]
         machine = by_name.get(name)
-        hardware = f", {machine.cpus} cores, {machine.memory_bytes / 1e9:.0f} GB" if machine is not None else ""
+        hardware = (
+            f", {counted(machine.cpus, 'core')}, {machine.memory_bytes / 1e9:.0f} GB" if machine is not None else ""
+        )
         yield f"  {name} ({seats[0].host}{hardware})"
         if machine is not None and not seats[0].gpus and len(seats) * weights > machine.memory_bytes:
-            yield f"    {len(seats)} processes do not fit: their weights alone take more than the machine's memory"
+            yield f"    {counted(len(seats), 'process')}: the weights alone take more than the machine's memory"
         for seat in seats:
-            device = f"GPU {', '.join(seat.gpus)}" if seat.gpus else f"CPU, {config.threads} threads"
+            device = f"GPU {', '.join(seat.gpus)}" if seat.gpus else f"CPU, {counted(config.threads, 'thread')}"
             parts = len(trainers) if is_sharded and seat in trainers else max(1, len(seat.gpus))
             room = machine.gpu_bytes if machine is not None and seat.gpus and config.quantize == "none" else 0
             if room and weights / parts > room:

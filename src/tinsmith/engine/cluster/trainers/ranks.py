@@ -35,6 +35,7 @@ from tinsmith.engine.training.exchange import Job
 from tinsmith.engine.training.optimizer import TrainableAdapter
 from tinsmith.engine.training.run_rows import RunRows
 from tinsmith.errors import ConfigError, EngineError, TinsmithError
+from tinsmith.plurals import counted
 
 log = logging.getLogger(__name__)
 
@@ -269,7 +270,7 @@ class Ranks:
     def _compare_weights(self, model: TrainableAdapter) -> None:
         digest = hashlib.blake2b(model.master.detach().cpu().numpy().data, digest_size=16).hexdigest()
         if len(set(self._collectives.gather_everywhere(digest))) > 1:
-            end_process(f"the ranks' weights differ after {model.steps} steps of a model")
+            end_process(f"the ranks' weights differ after {counted(model.steps, 'step')} of a model")
 
 
 class _Failure:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from tinsmith.errors import ConfigError
+from tinsmith.plurals import counted
 from tinsmith.rl.algorithms.advantages.base import Advantage, Advantages, Trace, Traces, broadcast, net_rewards
 from tinsmith.rl.plugins import Arguments, ImportPath, check_signature, import_object, path_text
 
@@ -38,7 +39,7 @@ class PrecomputedAdvantage(Advantage):
             advantages = np.asarray(value, np.float64)
             if advantages.ndim and len(advantages) != length:
                 raise ConfigError(
-                    f"A turn of {length} tokens has {len(advantages)} advantages.",
+                    f"A turn of {counted(length, 'token')} has {counted(len(advantages), 'advantage')}.",
                     "Set a number, or one for each token of the turn, its stop token included.",
                 )
             pieces.append(np.broadcast_to(advantages, length))

@@ -24,6 +24,7 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from tinsmith.errors import TinsmithError, UserError
+from tinsmith.plurals import counted
 from tinsmith.rl.data.row_mapping import LazySequence
 from tinsmith.rl.environments.base import EnvironmentOptions
 from tinsmith.rl.environments.custom import CustomEnvironment
@@ -121,7 +122,9 @@ class GradientIntuition(EnvironmentOptions):
         if "shadow" in self.inner.services:
             raise ValueError("inner takes shadow steps itself; choose an environment without them")
         if self.score == "rank" and self.rank_probes > len(self.all_probes):
-            raise ValueError(f"rank_probes is {self.rank_probes}, but there are {len(self.all_probes)} probes")
+            raise ValueError(
+                f"rank_probes is {self.rank_probes}, but there are {counted(len(self.all_probes), 'probe')}"
+            )
         return self
 
     @property
