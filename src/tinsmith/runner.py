@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from tinsmith.dialects import read_run
 from tinsmith.engine_options import DeviceOptions
@@ -147,7 +148,7 @@ def connecting_to(
 
     def connecting(stage: RunConfig) -> Connect:
         async def connect(state: str, version: int) -> TinkerPolicy:
-            with console.status(f"Connecting to {stage.model.name}"):
+            with console.status(_awaited(settings, stage.model.name)):
                 if not addresses:
                     addresses.append(await asyncio.to_thread(stack.enter_context, server(settings)))
                 base_url, api_key = addresses[0]
@@ -160,10 +161,23 @@ def connecting_to(
     return connecting
 
 
+def _awaited(settings: RunConfig, model: str) -> str:
+    """What a run waits for before its first step."""
+    if _address(settings):
+        return f"Connecting to {escape(model)}"
+    log = own_service(settings).data / "serve.log"
+    return f"Starting a service with {escape(model)}, downloaded if necessary; its log is {escape(str(log))}"
+
+
+def _address(settings: RunConfig) -> str:
+    """URL of the server that the run names; empty if it starts one."""
+    return settings.model.base_url or os.environ.get("TINKER_BASE_URL", "")
+
+
 @contextmanager
 def server(settings: RunConfig) -> Iterator[tuple[str, str]]:
     """The base URL and API key of the server to use; started here if no URL is set."""
-    base_url = settings.model.base_url or os.environ.get("TINKER_BASE_URL", "")
+    base_url = _address(settings)
     if base_url:
         if unused := changed_keys(settings.service):
             keys = f"service.{', service.'.join(unused)}"
@@ -190,7 +204,7 @@ def takes_images(settings: RunConfig) -> bool | None:
 
     Starts no server.
     """
-    base_url = settings.model.base_url or os.environ.get("TINKER_BASE_URL", "")
+    base_url = _address(settings)
     if base_url:
         try:
             address = base_url, api_key(base_url, settings.model.api_key_env)

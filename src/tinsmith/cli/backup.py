@@ -31,6 +31,8 @@ def backup(destination: Path, /, *, where: ServiceLocation | None = None) -> Non
     destination
         Folder of the backup.
     """
+    from rich.markup import escape
+
     from tinsmith.service.backup.create import back_up
 
     os.umask(0o077)  # a backup holds keys
@@ -44,7 +46,7 @@ def backup(destination: Path, /, *, where: ServiceLocation | None = None) -> Non
         markup=False,
     )
     for path in made.manifest.missing[:SHOWN]:
-        console.print(f"[bold red]missing[/]  {settings.data / path}", highlight=False)
+        console.print(f"[bold red]missing[/]  {escape(str(settings.data / path))}", highlight=False)
     sys.exit(1 if made.manifest.missing else 0)
 
 

@@ -1,4 +1,4 @@
-"""A session of the SDK is closed on the server when its block raises."""
+"""A session of the SDK ends: when its block raises, and in bounded time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import pytest
 import tinker
 
+from tinsmith.rl.policy import sdk
 from tinsmith.rl.policy.sdk import open_session
 
 
@@ -33,3 +34,11 @@ def test_failing_block_closes_its_session_as_errored(monkeypatch: pytest.MonkeyP
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(ZeroDivisionError):
         asyncio.run(divide(listener.getsockname()[1]))
     assert statuses == ["errored"]
+
+
+def test_session_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(sdk, "CLOSE_SECONDS", 0.01)
+    statuses: list[str] = []
+    asyncio.run(sdk.end_session(Slow(statuses), "success"))  # pyright: ignore[reportArgumentType]
+    assert statuses == []
+    assert caplog.messages == ["The session did not end within 0.01 s; its server ends it once this process is gone."]

@@ -156,7 +156,7 @@ def _payload_fault(row: Row[Any], files: PayloadFiles) -> str | None:
 
 
 def _unknown(root: Path, snapshot: Snapshot) -> Check:
-    """Folders that no record names. A server never deletes them."""
+    """Folders without a record. A server never deletes them."""
     checkpoints = {checkpoint.id for checkpoint in snapshot.checkpoints}
     models = {model.id.replace(":", "-") for model in snapshot.models}
     parents: list[tuple[str, Callable[[str], bool]]] = [
@@ -164,12 +164,13 @@ def _unknown(root: Path, snapshot: Snapshot) -> Check:
         ("journal", models.__contains__),
     ]
     faults = {
-        f"{parent}/{name}": "no record names this folder"
+        f"{parent}/{name}": "no record names it"
         for parent, is_known in parents
         for name in _names(root / parent)
         if not is_known(name)
     }
-    return Check(name="unknown", checked="folders that no record names", faults=faults, is_harmless=True)
+    checked = f"{counted(len(faults), 'folder')} without a record"
+    return Check(name="unknown", checked=checked, faults=faults, is_harmless=True)
 
 
 def _names(parent: Path) -> Iterator[str]:
