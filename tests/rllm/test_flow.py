@@ -195,7 +195,7 @@ async def _key_of_another(task: Task, config: AgentConfig) -> str:
     ("flow", "error"),
     [
         (_other_text, "No reply of the policy matches the step with the reply 'changed'"),
-        (_too_many, "2 steps have no reply, and 1 replies have no step"),
+        (_too_many, "2 steps without a reply, and 1 reply without a step"),
         (_no_calls, "The flow sampled no reply"),
         (_two_names, "2 trajectories have no steps"),
         (_no_reward, "The trajectory 'solver' has no reward"),

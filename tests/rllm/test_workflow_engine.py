@@ -99,7 +99,7 @@ def test_wrong_arguments_are_named():
     with pytest.raises(UserError, match="not a subclass"):
         AgentWorkflowEngine(dict, {}, engine("yes"))  # type: ignore[arg-type]
     runner = AgentWorkflowEngine(TwoSolvers, {}, engine("yes"))
-    with pytest.raises(UserError, match="1 tasks and 2 task_ids"):
+    with pytest.raises(UserError, match="1 task and 2 task_ids"):
         asyncio.run(runner.execute_tasks([TASK], ["a", "b"]))
 
 

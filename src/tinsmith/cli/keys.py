@@ -204,7 +204,7 @@ def _key_row(key: ApiKey) -> tuple[str, ...]:
 def _quotas_text(quotas: Quotas) -> str:
     from dataclasses import asdict
 
-    values = [f"{value} {name.replace('_', ' ')}" for name, value in asdict(quotas).items() if value is not None]
+    values = [f"{name.replace('_', ' ')} {value}" for name, value in asdict(quotas).items() if value is not None]
     return ", ".join(values) or "no limit"
 
 

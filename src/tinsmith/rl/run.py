@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tinsmith.plurals import counted
 from tinsmith.rl import metrics
 from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.algorithms.critic import Critic
@@ -263,7 +264,7 @@ class Run:
         reward = sampled.get("reward/mean", float("nan"))
         log.info("Step %d of %d: reward %.4g, %.2f seconds", step, self.config.steps, reward, seconds)
         if failed := [rollout.error for group in batch.groups for rollout in group.rollouts if rollout.error]:
-            log.warning("%d rollouts of step %d failed; the first: %s", len(failed), step, failed[0])
+            log.warning("%s of step %d failed; the first: %s", counted(len(failed), "rollout"), step, failed[0])
 
     async def next_batch(self, step: int) -> Batch:
         """The batch that `step` trains on. Raises StopRequested if the run is to stop."""

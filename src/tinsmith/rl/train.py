@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from rich.console import Console
 
 from tinsmith.errors import TinsmithError
+from tinsmith.plurals import counted
 from tinsmith.rl import logs, monitors
 from tinsmith.rl.assembly import assemble
 from tinsmith.rl.config import RunConfig
@@ -43,7 +44,7 @@ async def train(config: RunConfig, connect: Connect, console: Console, stop: Sto
         run = await stack.enter_async_context(_started(config, folder, connect, console, data, stop))
         state = await loop(run)
         if not run.stop.stopped_at:
-            log.info("Finished: %d steps; final weights: %s", state.step, state.path)
+            log.info("Finished: %s; final weights: %s", counted(state.step, "step"), state.path)
         return state
 
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tinsmith.errors import BadRequest, NotFound
+from tinsmith.plurals import counted
 from tinsmith.service.budgets.orphans import UnrecordedFolders
 from tinsmith.service.budgets.versions import VersionUse
 from tinsmith.service.storage.object_copies import ObjectCopies
@@ -317,10 +318,10 @@ def warn_of_unknown_folders(root: Path, folders: Sequence[Path]) -> None:
     """Log a warning about folders that stay because the database does not know them."""
     if folders:
         log.warning(
-            "%d folders in %s are unknown to this database and stay as they are: %s%s. If another --database, or a "
+            "Unknown to this database are, in %s, %s, which stay as they are: %s%s. If another --database, or a "
             "newer copy of this one, knows them, start with it; if none does, delete them.",
-            len(folders),
             root,
+            counted(len(folders), "folder"),
             ", ".join(folder.name for folder in folders[:LISTED_FOLDERS]),
             ", …" if len(folders) > LISTED_FOLDERS else "",
         )

@@ -42,7 +42,7 @@ FAULTS: list[tuple[str, Pairs, str, str]] = [
         "no length at all",
         (("model.max_prompt_tokens", None), ("model.max_response_tokens", None)),
         "model.max_model_len",
-        "Set model.max_response_tokens and model.max_prompt_tokens, or model.max_model_len.",
+        "Set model.max_response_tokens, or model.max_model_len.",
     ),
     ("an unknown method", (("synchronizer.sync_method", "foo"),), "synchronizer.sync_method", "'nccl', 'checkpoint'"),
     (

@@ -22,6 +22,11 @@ def test_length_is_set_by_steps_or_epochs(tmp_path: Path):
     assert read(tmp_path, ("buffer.total_steps", 5), ("trainer.total_steps", 2)).settings.steps == 2
 
 
+def test_length_of_replies_is_enough(tmp_path: Path):
+    sampling = read(tmp_path, ("model.max_prompt_tokens", None)).settings.sampling
+    assert (sampling.max_tokens, sampling.max_prompt_tokens) == (16, None)
+
+
 def test_train_batch_size_changes_the_number_of_steps(tmp_path: Path):
     run = read(tmp_path, ("buffer.total_steps", 6), ("buffer.train_batch_size", 32)).settings
     assert (run.groups_per_step, run.group_size, run.steps) == (8, 4, 3)

@@ -104,7 +104,7 @@ def test_plan_names_every_process_and_what_does_not_fit(model: Callable[[int], E
         "trainer-0: CPU, 2 threads", "trainer-1: CPU, 2 threads", "sampler-0: CPU, 2 threads"
     ]  # fmt: skip
     too_large = [*plan(model(40 << 30), seats(MACHINE, 2), (), [MACHINE])]
-    assert "2 processes do not fit" in too_large[2]
+    assert "2 processes: the weights alone take more" in too_large[2]
     on_gpus = [*plan(model(40 << 30), seats(MACHINE, 1, ("0",)), seats(MACHINE, 1, ("1", "2"), "sampler"), [MACHINE])]
     assert [line.strip() for line in on_gpus[2:]] == ["trainer-0: GPU 0", "sampler-0: GPU 1, 2"]
 

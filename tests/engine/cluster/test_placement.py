@@ -168,7 +168,7 @@ def test_gpus_are_given_once_and_come_back(wait: Any, monkeypatch: pytest.Monkey
     places = Subprocesses()
     first, second = wait(places.seats(2, name="rank", gpus=1))
     assert (first.gpus, second.gpus) == (("3",), ("5",))
-    with pytest.raises(ConfigError, match="2 processes with 1 GPUs each do not fit"):
+    with pytest.raises(ConfigError, match="2 processes with 1 GPU each; this machine has"):
         wait(places.seats(2, name="sampler", gpus=1))
     wait(places.give_back([first]))
     assert [seat.gpus for seat in wait(places.seats(2, name="sampler", gpus=1))] == [("7",), ("3",)]

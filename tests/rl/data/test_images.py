@@ -86,7 +86,7 @@ def test_image_columns_of_datasets_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"question": "<image> <image>", "images": [A]}, "1 images and 2 places"),
+        ({"question": "<image> <image>", "images": [A]}, "1 image and 2 places"),
         ({"question": "?", "images": "https://example.org/a.png"}, "is a URL, which is not fetched"),
         ({"question": "?", "images": "none.png"}, "there is no image file none.png"),
         ({"question": "?", "images": b"text"}, "cannot be read"),

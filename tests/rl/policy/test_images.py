@@ -119,7 +119,7 @@ def test_what_takes_no_images_says_so(chat: Chat, folder: Path) -> None:
     ):
         with pytest.raises(Unsupported, match=says):
             call()
-    with pytest.raises(UserError, match="1 placeholders of images for 0 images"):
+    with pytest.raises(UserError, match="1 placeholder of images for 0 images"):
         chat.encode([plain])
     assert ImageEncoder.load(str(folder / "none")) is None
 

@@ -142,7 +142,7 @@ def test_wrong_rollouts_fail(result, reason):
 
 @pytest.mark.parametrize("result", [None, (), (Rollout(), Rollout()), Rollout()])
 def test_wrong_number_of_rollouts_is_refused(result):
-    with pytest.raises(TypeError, match="instead of 1 rollouts"):
+    with pytest.raises(TypeError, match="instead of 1 rollout"):
         checked(result, 1)
 
 
@@ -151,7 +151,7 @@ def test_wrong_number_of_rollouts_is_refused(result):
     [
         ("leaves_the_process", 100, "the worker process ended"),
         ("leaks", 100, "MemoryError"),
-        ("hangs", 1, "took longer than 1 seconds"),
+        ("hangs", 1, "took longer than 1 second"),
         ("leaves_by_sys_exit", 100, "SystemExit: 3"),
     ],
 )

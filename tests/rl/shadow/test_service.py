@@ -56,7 +56,7 @@ def test_unsupported_methods_are_refused_by_name():
 
 
 def test_texts_without_weights_are_refused():
-    with pytest.raises(ValueError, match="3 tokens with 1 weights"):
+    with pytest.raises(ValueError, match="3 tokens with 1 weight"):
         ShadowText(tokens=(1, 2, 3), weights=(1.0,))
     with pytest.raises(ValueError, match="every weight"):
         ShadowText(tokens=(1, 2), weights=(0.0,))

@@ -93,7 +93,7 @@ def test_new_models_need_room_beside_those_in_use() -> None:
     check_new_model(models, 10**9, None)
     with pytest.raises(Forbidden, match=r"needs 101 B in training; model_memory is 100 B\. Use a lower rank"):
         check_new_model(models, 101, 100)
-    with pytest.raises(Busy, match="needs 41 B in training; 1 models in use take 60 B of 100 B"):
+    with pytest.raises(Busy, match="needs 41 B in training; 1 model in use: 60 B of 100 B"):
         check_new_model(models, 41, 100)
     with pytest.raises(Busy):
         check_new_model([use("b", 60, unused_s=200, is_queued=True)], 41, 100)

@@ -53,7 +53,7 @@ def test_running_server_reloads_keys_within_seconds(tmp_path: Path) -> None:
         becomes(served.url, "tml-x", 200)
         listed = keys(tmp_path, "list")
         assert "alice-laptop" in listed
-        assert "1 models" in listed
+        assert "models 1" in listed
         assert key not in listed
         keys(tmp_path, "revoke", "alice-laptop")
         becomes(served.url, key, 401)

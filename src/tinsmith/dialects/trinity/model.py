@@ -215,10 +215,10 @@ def _lengths(file: TrinityFile) -> Translation:
     if prompt and reply and total and prompt + reply > total:
         problem = f"max_prompt_tokens + max_response_tokens ({prompt} + {reply}) is more than max_model_len ({total})."
         result += fault(bound, problem, f"Raise it to {prompt + reply}, or lower one of the others.")
-    if total is None and not (prompt and reply):
-        fix = "Set model.max_response_tokens and model.max_prompt_tokens, or model.max_model_len."
-        return result + fault(bound, "no key bounds the length of a reply.", fix)
-    if reply is None and total is not None:
+    if reply is None:
+        if total is None:
+            fix = "Set model.max_response_tokens, or model.max_model_len."
+            return result + fault(bound, "no key bounds the length of a reply.", fix)
         reply = total - (prompt or 0)
         if reply < 1:
             fix = "Lower max_prompt_tokens, or raise max_model_len."

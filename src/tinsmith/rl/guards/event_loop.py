@@ -10,6 +10,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from tinsmith.plurals import counted
 from tinsmith.rl.guards.user_code import Interrupted
 
 CLOSE_SECONDS = 5.0
@@ -71,7 +72,7 @@ def _leave_threads(loop: asyncio.AbstractEventLoop, code: int) -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
     if not any(thread.is_alive() for thread in threads):
         return
-    log.warning("User code still runs in %d threads; the process ends without them", len(threads))
+    log.warning("User code still runs in %s; the process ends without it", counted(len(threads), "thread"))
 
     def end() -> None:
         threading.main_thread().join()

@@ -21,6 +21,7 @@ from pathlib import Path
 from tinsmith.engine.base import Pass
 from tinsmith.engine.interface import Engine
 from tinsmith.errors import EngineDied, EngineError, TinsmithError
+from tinsmith.plurals import counted
 from tinsmith.service.budgets.disk import DiskMonitor
 from tinsmith.service.budgets.orphans import UnrecordedFolders
 from tinsmith.service.checkpoints import Checkpoints, complete_folders, warn_of_unknown_folders
@@ -152,7 +153,7 @@ class Journal:
         else:
             await engine.create(model.id, model.lora)
         if requests:
-            log.info("Replaying %d requests of model %s.", len(requests), model.id)
+            log.info("Replaying %s of model %s.", counted(len(requests), "request"), model.id)
         updated_seq, steps, versions = model.covered, 0, []
         for _, group in groupby(requests, key=lambda request: (request.kind, request.batch or request.seq)):
             batch = list(group)
