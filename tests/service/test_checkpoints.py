@@ -108,7 +108,7 @@ def test_start_with_another_database_deletes_nothing(tmp_path: Path, caplog: pyt
         async with api(tmp_path, database=None) as app:
             assert app.service.store.all(Checkpoint) == []
             assert folders() == there
-            assert caplog.text.count("1 folder, which") == 2
+            assert caplog.text.count("1 folder unknown to this database") == 2
         for file in tmp_path.glob("tinsmith.db*"):
             file.unlink()
         for file in backup.iterdir():

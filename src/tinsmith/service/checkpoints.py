@@ -318,7 +318,7 @@ def warn_of_unknown_folders(root: Path, folders: Sequence[Path]) -> None:
     """Log a warning about folders that stay because the database does not know them."""
     if folders:
         log.warning(
-            "Unknown to this database are, in %s, %s, which stay as they are: %s%s. If another --database, or a "
+            "%s holds %s unknown to this database and left as they are: %s%s. If another --database, or a "
             "newer copy of this one, knows them, start with it; if none does, delete them.",
             root,
             counted(len(folders), "folder"),
