@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -80,6 +82,19 @@ def test_refused_requests_are_logged_and_done_ones_at_debug(tmp_path: Path, capl
     assert (refused["request_id"], refused["owner"]) == (f"{model}:2", "local")
     [done] = [line for line in lines if line["message"].startswith("forward_backward done: submit")]
     assert (done["request_id"], done["level"]) == (f"{model}:1", "debug")
+
+
+def test_requests_to_vllm_are_not_logged() -> None:
+    """httpx logs each at INFO, and vLLM's /health and /metrics are read every few seconds. In a process of its own,
+    since logging is configured once."""
+    program = (
+        "import logging; from tinsmith.service.observability.logs import configure_logging;"
+        "configure_logging('text', 'info');"
+        "logging.getLogger('httpx').info('HTTP Request'); logging.getLogger('tinsmith.x').info('Loading')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "Loading" in done.stderr
+    assert "HTTP Request" not in done.stderr
 
 
 def test_json_log_of_a_server_is_valid_and_contains_no_key(tmp_path: Path) -> None:

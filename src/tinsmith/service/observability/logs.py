@@ -136,5 +136,5 @@ def configure_logging(form: Literal["text", "json"], level: str) -> None:
         target.setFormatter(TextLines())
     logging.basicConfig(level=logging.INFO, handlers=[target])
     logging.getLogger("tinsmith").setLevel(level.upper())
-    for name in ("uvicorn.error", "alembic"):
+    for name in ("uvicorn.error", "alembic", "httpx"):  # httpx logs every request, and vLLM is watched by requests
         logging.getLogger(name).setLevel(logging.WARNING)
