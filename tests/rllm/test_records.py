@@ -46,7 +46,7 @@ def test_step_keeps_tokens_of_its_own():
 
 
 def test_step_refuses_logprobs_of_another_length():
-    with pytest.raises(UserError, match="2 response_ids and 1 logprobs"):
+    with pytest.raises(UserError, match=r"2 response_ids and 1 logprob\."):
         Step(response_ids=[1, 2], logprobs=[-0.1])
 
 

@@ -98,7 +98,7 @@ def model(tmp_path: Path) -> Callable[[int], EngineConfig]:
 def test_plan_names_every_process_and_what_does_not_fit(model: Callable[[int], EngineConfig]) -> None:
     """Fails if the plan leaves out a process, or a machine on which the weights alone do not fit."""
     on_cpus = [*plan(model(3 << 30), seats(MACHINE, 2), seats(MACHINE, 1, name="sampler"), [MACHINE])]
-    assert on_cpus[0].endswith("2 training and 1 sampling processes, 3.2 GB of weight files each")
+    assert on_cpus[0].endswith("2 training and 1 sampling process, 3.2 GB of weight files each")
     assert on_cpus[1].strip() == "a (10.0.0.1, 8 cores, 69 GB)"
     assert [line.strip() for line in on_cpus[2:]] == [
         "trainer-0: CPU, 2 threads", "trainer-1: CPU, 2 threads", "sampler-0: CPU, 2 threads"

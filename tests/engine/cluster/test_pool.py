@@ -75,8 +75,8 @@ async def test_version_is_attached_where_it_is_sampled(tmp_path: Path) -> None:
 
 
 @in_loop
-async def test_version_is_read_from_the_store_once_a_replica_sees_no_folder(tmp_path: Path) -> None:
-    """Fails if a replica is given a folder then, or if one that has the version is given it again."""
+async def test_versions_move_to_the_store(tmp_path: Path) -> None:
+    """Fails if replicas that use the store are given a folder, or if one that has the version is given it again."""
     pool, places, trainer = await pool_of(2)
     await trainer.save("m", tmp_path / "v", optimizer=False)
     await pool.attach("v", tmp_path / "v")

@@ -67,7 +67,7 @@ def record(folder: Path, *, steps: int, models: int) -> Recording:
 def _traced_service(data: Path, log: Path) -> Iterator[tuple[str, int]]:
     """Yields (URL, process id) of a service with its engine in its own process, under strace."""
     config = ServeConfig(models=("toy",), engine="fake", data=data, port=free_port(), capture_every=3, hold_s=5.0)
-    options = {"config": config.model_dump(mode="json"), "delay": 0.0, "boot": 0.0, "separate": False}
+    options = {"config": config.model_dump(mode="json"), "delay": 0.0, "separate": False, "drain_s": 5.0}
     with (data.parent / "service.log").open("ab") as errors:
         popen = subprocess.Popen(
             [*strace_command(log), sys.executable, "-m", MODULE],

@@ -34,7 +34,7 @@ def test_precomputed_advantages_are_those_of_the_turns():
 
 @pytest.mark.parametrize(
     ("advantages", "sentence"),
-    [((0.5, None), "a turn of this workflow has none"), ((0.5, (1.0,)), "A turn of 2 tokens has 1 advantages")],
+    [((0.5, None), "a turn of this workflow has none"), ((0.5, (1.0,)), "A turn of 2 tokens has 1 advantage.")],
 )
 def test_missing_advantages_are_an_error_with_a_fix(advantages, sentence):
     with pytest.raises(ConfigError, match=sentence):
