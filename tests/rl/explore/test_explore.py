@@ -19,6 +19,7 @@ from tinsmith.rl.explore import explore
 from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.rollouts import coordination
 from tinsmith.rl.rollouts.buffers.file import FileBuffer
+from tinsmith.rl.rollouts.task_draws import SharedDraws
 from tinsmith.rl.train import train
 
 
@@ -66,6 +67,23 @@ def assert_equal_runs(first: Path, second: Path) -> None:
 
 
 FILE = {"type": "file"}
+
+
+def test_last_batch_is_noted_after_the_end_of_training(tmp_path, monkeypatch):
+    """Fails if `SamplingLoop.run` does not wait for a batch that is in the buffer and not noted yet."""
+    original = SharedDraws._close
+
+    async def close_late(self: SharedDraws, number: int, groups: Any) -> Any:
+        notes = coordination.CoordinationNotes(self._buffer)
+        while number == 8 and not (await notes.training()).ended_at:  # noqa: ASYNC110  no event is set when it holds
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2 if number == 8 else 0)  # many polls
+        return await original(self, number, groups)
+
+    monkeypatch.setattr(SharedDraws, "_close", close_late)
+    sampled, state = together(tmp_path, buffer=FILE)
+    assert (sampled, state.step) == (8, 8)
+    assert [row["step"] for row in rows(tmp_path / "explore")] == list(range(1, 9))
 
 
 @pytest.mark.parametrize(("staleness", "interval"), [(0, 1), (1, 1), (2, 3)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.policy.base import Snapshot
@@ -16,6 +17,9 @@ from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.task_draws import TaskDraws
 from tinsmith.rl.rollouts.weight_sync import OpenWeights, WeightSubscriber
 from tinsmith.rl.workflows.base import Workflow
+
+PUT_S = 30.0
+"""Longest wait, after the end of training, for a batch that is being put into the buffer."""
 
 
 class TrainingEnded(Exception):
@@ -56,6 +60,8 @@ class SamplingLoop:
         self._weights = WeightSubscriber(notes, open_recomputing, plan.sync.timeout, timeout_hint)
         self._producer = BatchProducer(workflow, draws, self._weights, plan, runner, notes.changes, self._put)
         self._taken = 0
+        self._putting = 0
+        """Batches that are being put into the buffer or noted."""
         if plan.sync.style != "fixed":
             self._producer.has_capacity = lambda number: number - 1 - self._taken < capacity
         self._follower: asyncio.Task[None] | None = None
@@ -121,6 +127,9 @@ class SamplingLoop:
                 return
             ended_at = await self._follow_training()
             if ended_at >= steps or ended_at not in (0, ended_before):
+                with suppress(TimeoutError):  # training may take the last batch before it is noted here
+                    async with asyncio.timeout(PUT_S):
+                        await self._notes.changes.until(lambda: not self._putting)
                 raise TrainingEnded(ended_at)
             await self._notes.wait(seen)
 
@@ -164,7 +173,12 @@ class SamplingLoop:
         return training.ended_at
 
     async def _put(self, batch: Batch) -> None:
-        status = SamplerStatus(done=await self._draws.finish(batch, self._buffer.put))
-        if self._on_batch:
-            self._on_batch(batch, status)
-        await self._notes.write_sampling(status)
+        self._putting += 1
+        try:
+            status = SamplerStatus(done=await self._draws.finish(batch, self._buffer.put))
+            if self._on_batch:
+                self._on_batch(batch, status)
+            await self._notes.write_sampling(status)
+        finally:
+            self._putting -= 1
+            self._notes.changes.notify()
