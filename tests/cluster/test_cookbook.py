@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import RayCluster
-from tests.end_to_end.conftest import KEY, install_cookbook, run_recipe, serving
+from tests.end_to_end.conftest import KEY, SMOLLM2, install_cookbook, recipe_folder, run_recipe, serving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
-
-MODEL = "local/smollm2"  # a folder with the tokenizer where recipe and server run
 
 Recipe = Callable[..., list[dict[str, Any]]]
 
@@ -28,18 +26,14 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def workplace(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that recipes and server run in; the name of the model is a path in it."""
-    folder = tmp_path_factory.mktemp("work")
-    (folder / "local").mkdir()
-    (folder / MODEL).symlink_to(smollm2)
-    return folder
+    return recipe_folder(smollm2, tmp_path_factory.mktemp("work"))
 
 
 @pytest.fixture(scope="module")
 def url(workplace: Path, ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of `tinsmith serve`; the processes of its base model run on both machines of the cluster."""
     options = ["--cluster", ray_cluster.address, "--trainers", "2", "--samplers", "2"]
-    with serving(workplace, tmp_path_factory.mktemp("data"), [MODEL], *options) as address:
+    with serving(workplace, tmp_path_factory.mktemp("data"), [SMOLLM2], *options) as address:
         yield address
 
 
@@ -48,7 +42,7 @@ def recipe(python: Path, workplace: Path, url: str, tmp_path: Path) -> Recipe:
     """A function that runs a recipe and returns the lines of its metrics."""
 
     def run(name: str, **settings: object) -> list[dict[str, Any]]:
-        fixed = {"model_name": MODEL, "renderer_name": "qwen3_instruct", "log_path": tmp_path / name}
+        fixed = {"model_name": SMOLLM2, "renderer_name": "qwen3_instruct", "log_path": tmp_path / name}
         return run_recipe(python, workplace, url, name, {**fixed, **settings})
 
     return run

@@ -59,6 +59,17 @@ def install_cookbook(folder: Path) -> Path:
     return python
 
 
+SMOLLM2 = "local/smollm2"
+"""A model's name that is also a path: of a folder with the tokenizer, where recipe and server run."""
+
+
+def recipe_folder(smollm2: Path, folder: Path) -> Path:
+    """Make `folder` one that recipes and server run in: SMOLLM2 is a path in it."""
+    (folder / SMOLLM2).parent.mkdir()
+    (folder / SMOLLM2).symlink_to(smollm2)
+    return folder
+
+
 @contextmanager
 def serving(workplace: Path, data: Path, models: Sequence[str], *options: str) -> Iterator[str]:
     """Address of `tinsmith serve` in the folder, which must end within a minute of SIGTERM.

@@ -14,31 +14,25 @@ import tinker
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.end_to_end.conftest import run_recipe, serving
+from tests.end_to_end.conftest import SMOLLM2, recipe_folder, run_recipe, serving
 from tests.service.conftest import datum
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
 pytestmark = pytest.mark.slow
 
-MODEL = "local/smollm2"  # a folder with the tokenizer where recipe and server run
-
 Recipe = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
 def workplace(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that recipes and server run in; the name of the model is a path in it."""
-    folder = tmp_path_factory.mktemp("work")
-    (folder / "local").mkdir()
-    (folder / MODEL).symlink_to(smollm2)
-    return folder
+    return recipe_folder(smollm2, tmp_path_factory.mktemp("work"))
 
 
 @pytest.fixture(scope="module")
 def url(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of `tinsmith serve`."""
-    with serving(workplace, tmp_path_factory.mktemp("data"), [MODEL]) as address:
+    with serving(workplace, tmp_path_factory.mktemp("data"), [SMOLLM2]) as address:
         yield address
 
 
@@ -47,7 +41,7 @@ def recipe(python: Path, workplace: Path, url: str, tmp_path: Path) -> Recipe:
     """A function that runs a recipe and returns the lines of its metrics."""
 
     def run(name: str, folder: str, **settings: object) -> list[dict[str, Any]]:
-        fixed = {"model_name": MODEL, "renderer_name": "qwen3_instruct", "log_path": tmp_path / folder}
+        fixed = {"model_name": SMOLLM2, "renderer_name": "qwen3_instruct", "log_path": tmp_path / folder}
         return run_recipe(python, workplace, url, name, {**fixed, **settings})
 
     return run

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.lora.adapter import AdapterSite
-from tinsmith.engine.model.support import holds_experts, is_expert_stack
+from tinsmith.engine.model.support import is_expert_stack, is_experts_module
 from tinsmith.engine.model_parts import Part, is_in_encoder, part_of, place
 from tinsmith.errors import Unsupported
 
@@ -125,7 +125,7 @@ def module_names(reached: Iterable[Target]) -> dict[Part, tuple[str, ...]]:
 
 def unreached(model: PreTrainedModel) -> list[str]:
     """Experts that no adapter reaches, because they are not in transformers' common form."""
-    modules = ((name, module) for name, module in model.named_modules() if holds_experts(module))
+    modules = ((name, module) for name, module in model.named_modules() if is_experts_module(module))
     return sorted({place(name) for name, module in modules if not is_expert_stack(module)})
 
 

@@ -89,7 +89,7 @@ def is_expert_stack(module: nn.Module) -> bool:
     return set(dir(module)) >= EXPERT_LAYOUT and not module.has_post_expert_norm
 
 
-def holds_experts(module: nn.Module) -> bool:
+def is_experts_module(module: nn.Module) -> bool:
     """Whether a module holds the weights of a layer's experts, in any layout."""
     stacked = any(parameter.ndim > 2 for parameter in module.parameters(recurse=False))
     return is_expert_stack(module) or (stacked and "Experts" in type(module).__name__)

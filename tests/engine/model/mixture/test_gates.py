@@ -12,7 +12,7 @@ from tests.architectures import TYPES, tiny_config
 from tinsmith.engine.images.tower import without_weights
 from tinsmith.engine.model.mixture.gates import linear_gates
 from tinsmith.engine.model.quantization import four_bit_modules
-from tinsmith.engine.model.support import holds_experts
+from tinsmith.engine.model.support import is_experts_module
 from tinsmith.engine.model_parts import place
 
 GEMMA4_MIXTURE: dict[str, Any] = {
@@ -62,7 +62,7 @@ def test_nothing_of_a_routers_size_beside_experts_is_in_4_bits(model_type: str) 
     """By the number of outputs alone, which no name and no rule of the engine decides."""
     model = model_of(model_type)
     packed = four_bit_modules(model)
-    blocks = [path for path, block in model.named_modules() if any(map(holds_experts, block.children()))]
+    blocks = [path for path, block in model.named_modules() if any(map(is_experts_module, block.children()))]
     for block in blocks:
         modules = {name: model.get_submodule(name) for name in packed if name.startswith(f"{block}.")}
         assert {name: module.out_features for name, module in modules.items() if module.out_features < SMALLEST} == {}
@@ -74,7 +74,7 @@ def test_every_layer_with_experts_has_a_router(model_type: str) -> None:
     model = model_of(model_type)
     gates = linear_gates(model)
     for path, block in model.named_modules():
-        if any(map(holds_experts, block.children())):
+        if any(map(is_experts_module, block.children())):
             classes = [name for name, child in block.named_children() if type(child).__name__.endswith("Router")]
             linear = [gate for gate in gates if gate.startswith(f"{path}.") and _outputs(model, gate) > 1]
             assert classes or linear, path

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from torch import nn
 from transformers import PreTrainedModel
 
-from tinsmith.engine.model.support import holds_experts
+from tinsmith.engine.model.support import is_experts_module
 from tinsmith.engine.model_parts import part_of
 
 
@@ -25,7 +25,7 @@ def linear_gates(model: PreTrainedModel) -> set[str]:
     return {
         path
         for parent, block in model.named_modules()
-        if any(holds_experts(child) for child in block.children())
+        if any(is_experts_module(child) for child in block.children())
         for name, child in block.named_children()
         if (paths := set(_linear_paths(f"{parent}.{name}", child))) and not any(map(part_of, paths))
         for path in paths
