@@ -23,10 +23,7 @@ from tinsmith.rl.ending.until import EndCondition
 from tinsmith.rl.guards.watchdog import watch_event_loop
 from tinsmith.rl.run import Connect, Run, StepTimer, folder_path
 from tinsmith.rl.run_folder import RunFolder, State
-from tinsmith.rl.run_parts import (
-    RunData,
-    resolve_steps,
-)
+from tinsmith.rl.run_parts import RunData, resolve_steps
 
 log = logging.getLogger(__name__)
 
