@@ -36,7 +36,7 @@ TEXTS = [
     if file.is_file() and file.suffix in ("", ".md", ".toml", ".yml", ".yaml", ".txt", ".json", ".jsonl")
 ]
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_FOLDER_FILES = 15
 MAX_TEST_NAME = 60
