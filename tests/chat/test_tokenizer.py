@@ -38,27 +38,14 @@ def test_rendered_prompts_equal_transformers(tokenizer: Tokenizer, theirs: Any):
     assert tokenizer.encode(TEXT, add_special_tokens=True) == theirs(TEXT).input_ids
 
 
-def test_detokenizer_never_splits_a_character(tokenizer: Tokenizer):
-    growing, pieces = tokenizer.detokenizer(tokenizer.special_ids), []
-    ids = tokenizer.encode(TEXT, add_special_tokens=False)
-    for token in [1, *ids, 2]:
-        pieces.append(growing.feed([token]))
-    assert "".join(pieces) == TEXT
-    assert growing.end() == ""
-    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
-    assert sum(bool(piece) for piece in pieces) > 5  # it grew
-
-
-def test_detokenizer_end_shows_an_incomplete_character(tokenizer: Tokenizer):
-    ids = tokenizer.encode("ab😀", add_special_tokens=False)
-    growing = tokenizer.detokenizer(tokenizer.special_ids)
-    assert growing.feed(ids[:-1]) == "ab"
-    assert growing.end() == "\N{REPLACEMENT CHARACTER}"
-
-
-def test_token_bytes_add_up_to_the_text(tokenizer: Tokenizer):
-    spelled = [tokenizer.decode_token(token)[1] for token in tokenizer.encode(TEXT, add_special_tokens=False)]
-    assert b"".join(raw or b"?" for raw in spelled) == TEXT.encode()
+def test_starts_of_tokens_are_their_characters(tokenizer: Tokenizer):
+    text = "ab 😀 é fox"
+    ids, starts = tokenizer.encode_with_starts(text, add_special_tokens=True)
+    bits = [tokenizer.texts.of(token) for token in ids]
+    whole = [(bit, start) for (bit, raw), start in zip(bits, starts, strict=True) if bit.encode() == raw]
+    assert all(text.startswith(bit, start) for bit, start in whole)
+    partial = [start for (bit, raw), start in zip(bits, starts, strict=True) if bit.encode() != raw]
+    assert partial == [3] * 4 + [5] * 2
 
 
 def test_character_tokenizer_maps_ids_to_code_points():

@@ -1,7 +1,6 @@
-"""Tokenizers of the served models: encoding, incremental detokenization and chat templates, without torch.
+"""Tokenizers of the served models: encoding, decoding and chat templates, without torch.
 
-Loading takes seconds and rendering a template milliseconds, so both belong in a thread; feeding a token to a
-Detokenizer takes microseconds.
+Loading takes seconds and rendering a template milliseconds, so both belong in a thread.
 """
 
 from __future__ import annotations
@@ -10,10 +9,11 @@ import asyncio
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from tinsmith.chat.detokenizer import Detokenizer, TokenTexts
 from tinsmith.errors import BadRequest, Unsupported
 
 if TYPE_CHECKING:
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 CHARACTERS = "characters:"
 """Prefix of a source without files: `characters:N` is a tokenizer whose N token ids are the first N code points."""
-
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer decodes an incomplete character to."""
 
 NFC_SHRINK = 4
 """NFC makes text at most 3 times shorter in UTF-8: three letters of Hangul become one."""
@@ -59,35 +56,31 @@ class Tokenizer:
         numbers = (self._backend.token_to_id(text) for text in texts)
         return frozenset(number for number in numbers if number is not None)
 
-    def decode_token(self, token: int) -> tuple[str, bytes | None]:
-        """A single token as (text, bytes); the bytes are None if the tokenizer does not define them."""
-        text = self._backend.decode([token], skip_special_tokens=False)
-        if REPLACEMENT not in text:
-            return text, text.encode()
-        raw = self._backend.id_to_token(token) or ""
-        if (byte := re.fullmatch(r"<0x([0-9A-F]{2})>", raw)) is not None:
-            return text, bytes.fromhex(byte[1])
-        if self._bytes and all(character in self._bytes for character in raw):
-            return text, bytes(self._bytes[character] for character in raw)
-        return text, None
-
     @cached_property
-    def _bytes(self) -> dict[str, int]:
-        """Character -> byte, for byte-level tokenizers."""
-        if "ByteLevel" not in repr(self._backend.decoder):
-            return {}
-        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        others = [byte for byte in range(256) if byte not in printable]
-        return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+    def texts(self) -> TokenTexts:
+        """Texts of single tokens."""
+        return TokenTexts(self._backend)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Raises BadRequest for an unpaired surrogate."""
+        return self._encoding(text, add_special_tokens).ids
+
+    def encode_with_starts(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[int]]:
+        """Token ids of `text`, and the character of `text` at which each begins. Errors are those of `encode`."""
+        encoding, starts, end = self._encoding(text, add_special_tokens), [], 0
+        for (start, stop), is_special in zip(encoding.offsets, encoding.special_tokens_mask, strict=True):
+            # A token that was added has no place; offsets of some tokenizers leave out spaces before a word.
+            starts.append(end if is_special else min(start, end))
+            end = end if is_special else max(stop, end)
+        return encoding.ids, starts
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         try:
             # encode, unlike encode_batch, holds Python's lock: for a second per megabyte.
             (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         except TypeError as error:  # the tokenizers library raises nothing more specific
             raise BadRequest("The text holds half a surrogate pair.", "Send Unicode text.") from error
-        return encoding.ids
+        return encoding
 
     def least_tokens(self, text: str) -> int:
         """A lower bound of the number of tokens of `text`; 0 where the tokenizer may drop or merge characters."""
@@ -100,7 +93,8 @@ class Tokenizer:
     def _longest(self) -> int | None:
         """Bytes of the longest token of a byte-level tokenizer that normalizes by NFC at most; None for others."""
         normalizer, pre_tokenizer = repr(self._backend.normalizer), repr(self._backend.pre_tokenizer)
-        is_lossless = normalizer in ("None", "NFC()") and "Removed" not in pre_tokenizer and bool(self._bytes)
+        is_byte_level = bool(self.texts.bytes_of_characters)
+        is_lossless = normalizer in ("None", "NFC()") and "Removed" not in pre_tokenizer and is_byte_level
         added = self._backend.get_added_tokens_decoder().values()
         if not is_lossless or any(token.lstrip or token.rstrip for token in added):
             return None
@@ -111,11 +105,11 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, special tokens included."""
-        return self._backend.decode(list(ids), skip_special_tokens=False)
+        return self.texts.decode(list(ids))
 
-    def detokenizer(self, hidden: frozenset[int]) -> Detokenizer:
-        """A detokenizer that skips the ids in `hidden`."""
-        return Detokenizer(self._backend, hidden)
+    def detokenizer(self, hidden: frozenset[int] = frozenset(), *, after: int | None = None) -> Detokenizer:
+        """A detokenizer that skips the ids in `hidden`, of text that begins a sequence or follows the token `after`."""
+        return Detokenizer(self.texts, hidden, has_begun=after is not None and self.texts.byte(after) is None)
 
     def template(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
         """The chat template. Raises Unsupported if there is none."""
@@ -201,37 +195,6 @@ def render_template(
             f"The chat template{owner} does not accept these messages: {error}", "Change the messages or the template."
         ) from error
     return str(text)
-
-
-@dataclass
-class Detokenizer:
-    """Incremental detokenization: text grows token by token and never ends within a character."""
-
-    tokenizer: tokenizers.Tokenizer
-    hidden: frozenset[int]
-    ids: list[int] = field(default_factory=list)
-    text: str = ""
-
-    def __post_init__(self) -> None:
-        from tokenizers.decoders import DecodeStream
-
-        self._stream = DecodeStream(skip_special_tokens=False)
-
-    def feed(self, ids: Iterable[int]) -> str:
-        """The text that these tokens add; empty within a character."""
-        parts = []
-        for number in ids:
-            if number not in self.hidden:
-                self.ids.append(number)
-                parts.append(self._stream.step(self.tokenizer, number) or "")
-        delta = "".join(parts)
-        self.text += delta
-        return delta
-
-    def end(self) -> str:
-        """The remaining text: a replacement character if the last character is incomplete."""
-        whole = self.tokenizer.decode(self.ids, skip_special_tokens=False)
-        return whole[len(self.text) :] if whole.startswith(self.text) else ""
 
 
 class TokenizerCache:

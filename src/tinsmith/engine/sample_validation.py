@@ -50,8 +50,8 @@ def check_sample(request: SampleRequest, card: ModelCard) -> None:
         )
     if request.top_k != -1 and request.top_k < 1:
         raise BadRequest(f"top_k is {request.top_k}.", "Give -1 (off) or at least 1.", field="top_k")
-    if not 0 < request.top_p <= 1:
-        raise BadRequest(f"top_p is {request.top_p}.", "Give a number above 0 and up to 1.", field="top_p")
+    if not 0 <= request.top_p <= 1:
+        raise BadRequest(f"top_p is {request.top_p}.", "Give a number from 0 (greedy) to 1.", field="top_p")
     _check_stops(request, card)
     _check_prompt_fields(request, card)
 

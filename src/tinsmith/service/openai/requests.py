@@ -19,7 +19,7 @@ from tinsmith.engine.validation import did_you_mean
 from tinsmith.errors import BadRequest, NotFound, Unsupported
 from tinsmith.service.dependencies import Service
 from tinsmith.service.openai.images import place_images
-from tinsmith.service.openai.sampling import ChoiceDecoder, SampleCalls
+from tinsmith.service.openai.sampling import ChoiceDecoder, SampleCalls, StopStrings
 from tinsmith.service.openai.schemas import ChatBody, CompletionBody, OutputOptions, SamplingOptions, naming
 from tinsmith.service.storage.records import Checkpoint, Model, SamplingSession
 from tinsmith.service.training.worker import Worker
@@ -114,6 +114,15 @@ def _saved_weights(service: Service, model: Model) -> list[Checkpoint]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EchoedPrompt:
+    """A prompt as the response begins with it."""
+
+    text: str
+    starts: Sequence[int]
+    """Character of the text at which each token begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
     """A validated call: its prompts, each sampled `n` times."""
 
@@ -127,8 +136,8 @@ class PreparedRequest:
     requests: tuple[SampleRequest, ...]
     top_logprobs: int | None
     """Most likely tokens to return for each position; None returns no logprobs at all."""
-    prompt_texts: tuple[str, ...] = ()
-    """Text of each prompt, where `echo` returns it."""
+    echoed: tuple[EchoedPrompt, ...] = ()
+    """Each prompt, where `echo` returns them."""
     call_format: ToolCallFormat | None = None
     tools: Sequence[Mapping[str, Any]] = ()
 
@@ -137,15 +146,24 @@ class PreparedRequest:
         """The engine's requests."""
         return SampleCalls(owner=self.owner, base_model=self.model.base_model, requests=self.requests)
 
-    def decoder(self) -> ChoiceDecoder:
-        """A decoder for one choice."""
-        hidden = self.tokenizer.special_ids if self.body.skip_special_tokens else frozenset[int]()
-        if not self.body.include_stop_str_in_output:
-            hidden |= frozenset(_stop_tokens(self.body, self.card))
+    def decoder(self, index: int) -> ChoiceDecoder:
+        """A decoder for the choice with this index."""
+        tokenizer, stops, body = self.tokenizer, self.body.stop_strings, self.body
+        hidden = tokenizer.special_ids if body.skip_special_tokens else frozenset[int]()
+        ends = frozenset(_stop_tokens(body, self.card))
+        if not body.include_stop_str_in_output:
+            hidden |= ends
+        request = index // body.n
+        previous = int(self.requests[request].prompt[-1])
+        # A stop string may hold a token that ends the sequence, but not a part of its text.
+        unseen = frozenset(token for token in ends if not any(tokenizer.texts.of(token)[0] in stop for stop in stops))
         return ChoiceDecoder(
-            detokenizer=self.tokenizer.detokenizer(hidden - self.tokenizer.token_ids(marker_texts(self.call_format))),
-            stops=self.body.stop_strings,
-            include_stop=self.body.include_stop_str_in_output,
+            detokenizer=tokenizer.detokenizer(
+                hidden - tokenizer.token_ids(marker_texts(self.call_format)),
+                after=previous if self.echoed and self.echoed[request].text else None,
+            ),
+            stops=StopStrings(stops, tokenizer.detokenizer(unseen, after=previous)) if stops else None,
+            include_stop=body.include_stop_str_in_output,
             parser=ToolCallParser(self.call_format, self.tools) if self.call_format else None,
         )
 
@@ -214,7 +232,7 @@ async def prepare_completion(service: Service, owner: str, body: CompletionBody,
             build_sample_request(body, card, model, ids, body.max_tokens or 1, **logprobs) for ids, _ in prompts
         ),
         top_logprobs=body.logprobs,
-        prompt_texts=tuple(text for _, text in prompts),
+        echoed=tuple(echoed for _, echoed in prompts if echoed),
     )
 
 
@@ -248,7 +266,7 @@ def render_prompt(
         continue_final_message=body.continue_final_message,
         values=body.chat_template_kwargs,
     )
-    ids, images = _encode(text, tokenizer, card, add_special_tokens=False), ()
+    (ids, _), images = _encode(text, tokenizer, card, add_special_tokens=False), ()
     if urls and card.images is not None:
         if body.return_token_ids:
             raise Unsupported(
@@ -260,30 +278,47 @@ def render_prompt(
     return ids, images, call_format
 
 
-def _encode(text: str, tokenizer: Tokenizer, card: ModelCard, *, add_special_tokens: bool) -> list[int]:
-    """Token ids. Raises PromptTooLong, without encoding the text, if it is certain to exceed the context."""
+def _encode(
+    text: str, tokenizer: Tokenizer, card: ModelCard, *, add_special_tokens: bool
+) -> tuple[list[int], list[int]]:
+    """Token ids, and the character at which each begins.
+
+    Raises PromptTooLong, without encoding the text, if it is certain to exceed the context.
+    """
     least = tokenizer.least_tokens(text)
     if least > card.context_length:
         raise PromptTooLong(
             f"The context is {card.context_length} tokens, and a prompt of {len(text)} characters has {least} or more.",
             "Shorten the prompt.",
         )
-    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return tokenizer.encode_with_starts(text, add_special_tokens=add_special_tokens)
 
 
-def _encode_prompts(body: CompletionBody, tokenizer: Tokenizer, card: ModelCard) -> list[tuple[list[int], str]]:
-    """(token ids, text) of each prompt; the text of a prompt of tokens only where `echo` returns it."""
+def _encode_prompts(
+    body: CompletionBody, tokenizer: Tokenizer, card: ModelCard
+) -> list[tuple[list[int], EchoedPrompt | None]]:
+    """Token ids of each prompt, and the prompt as it is returned with `echo`."""
     prompts: list[Any] = [body.prompt] if isinstance(body.prompt, str) else list(body.prompt)
     if prompts and isinstance(prompts[0], int):
         prompts = [prompts]
     if not 1 <= len(prompts) <= MAX_SAMPLES:
         raise BadRequest(f"There are {len(prompts)} prompts.", f"Give 1 to {MAX_SAMPLES}, of text or tokens.")
-    return [
-        (_encode(prompt, tokenizer, card, add_special_tokens=body.add_special_tokens), prompt)
-        if isinstance(prompt, str)
-        else (prompt, tokenizer.decode(prompt) if body.echo else "")
-        for prompt in prompts
-    ]
+    return [_encode_prompt(prompt, body, tokenizer, card) for prompt in prompts]
+
+
+def _encode_prompt(
+    prompt: str | list[int], body: CompletionBody, tokenizer: Tokenizer, card: ModelCard
+) -> tuple[list[int], EchoedPrompt | None]:
+    if isinstance(prompt, str):
+        ids, starts = _encode(prompt, tokenizer, card, add_special_tokens=body.add_special_tokens)
+        return ids, EchoedPrompt(text=prompt, starts=starts) if body.echo else None
+    if not body.echo:
+        return prompt, None
+    if any(not 0 <= token < card.vocab_size for token in prompt):
+        return prompt, EchoedPrompt(text="", starts=())  # refused with the request
+    decoder = tokenizer.detokenizer()
+    text = "".join([*(decoder.feed(token) for token in prompt), decoder.end()])
+    return prompt, EchoedPrompt(text=text, starts=decoder.starts)
 
 
 def build_sample_request(

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -38,8 +38,8 @@ class ChoiceDelta:
     finish: FinishReason | None = None
     first_call: int = 0
     """Tool calls of this choice in earlier deltas."""
-    offset: int = 0
-    """Characters of this choice's tokens in earlier deltas."""
+    offsets: Sequence[int] = ()
+    """Characters of the choice's text before each token's."""
 
 
 def top_logprobs_of(topk: TopK | None) -> TopLogprobs:
@@ -118,7 +118,15 @@ def text_choice(call: PreparedRequest, choice: ChoiceDelta) -> dict[str, Any]:
 
 def token_text(call: PreparedRequest, token: int) -> str:
     """A token as text, or as `token_id:N` if the request says so."""
-    return f"token_id:{token}" if call.body.return_tokens_as_token_ids else call.tokenizer.decode_token(token)[0]
+    return f"token_id:{token}" if call.body.return_tokens_as_token_ids else call.tokenizer.texts.of(token)[0]
+
+
+def token_key(call: PreparedRequest, token: int) -> str:
+    """A token as a completion's logprobs name it: as `token_text`, or as `bytes:` if it is no text of its own."""
+    text, raw = call.tokenizer.texts.of(token)
+    if call.body.return_tokens_as_token_ids or text.encode() == raw:
+        return token_text(call, token)
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def _with_tokens(call: PreparedRequest, choice: ChoiceDelta, body: dict[str, Any], logprobs: Any) -> dict[str, Any]:
@@ -138,24 +146,30 @@ def _chat_logprobs(call: PreparedRequest, choice: ChoiceDelta) -> dict[str, Any]
 
 
 def _entry(call: PreparedRequest, token: int, logprob: float | None) -> dict[str, Any]:
-    raw = call.tokenizer.decode_token(token)[1]
-    return {"token": token_text(call, token), "logprob": logprob, "bytes": list(raw) if raw is not None else None}
+    return {"token": token_text(call, token), "logprob": logprob, "bytes": list(call.tokenizer.texts.of(token)[1])}
 
 
 def _text_logprobs(call: PreparedRequest, choice: ChoiceDelta) -> dict[str, Any]:
-    """The sampled token is always among the returned top logprobs."""
     tops = choice.top_logprobs or [()] * len(choice.tokens)
-    texts = [call.tokenizer.decode_token(token)[0] for token in choice.tokens]
-    ends = np.cumsum([choice.offset, *map(len, texts)])
     return {
-        "tokens": [token_text(call, token) for token in choice.tokens],
+        "tokens": [token_key(call, token) for token in choice.tokens],
         "token_logprobs": list(choice.logprobs),
         "top_logprobs": [
-            None if p is None else {token_text(call, other): q for other, q in (*top, (token, p))}
+            None if p is None else _by_text(call, [(token, p), *top])
             for token, p, top in zip(choice.tokens, choice.logprobs, tops, strict=True)
         ],
-        "text_offset": ends[:-1].tolist(),
+        "text_offset": list(choice.offsets),
     }
+
+
+def _by_text(call: PreparedRequest, entries: Iterable[tuple[int, float]]) -> dict[str, float]:
+    """Logprobs by text, the sampled token first. Of tokens with the same text, all but the first go by their id."""
+    named: dict[str, tuple[int, float]] = {}
+    for token, logprob in entries:
+        name = token_key(call, token)
+        name = name if named.get(name, (token,))[0] == token else f"token_id:{token}"
+        named.setdefault(name, (token, logprob))
+    return {name: logprob for name, (_, logprob) in named.items()}
 
 
 RenderChoice = Callable[[PreparedRequest, ChoiceDelta], dict[str, Any]]
@@ -163,7 +177,7 @@ RenderChoice = Callable[[PreparedRequest, ChoiceDelta], dict[str, Any]]
 
 def whole_choice(call: PreparedRequest, index: int, sequence: SampledSequence) -> ChoiceDelta:
     """A finished sequence as a choice."""
-    decoder, tokens = call.decoder(), sequence.tokens.tolist()
+    decoder, tokens = call.decoder(index), sequence.tokens.tolist()
     first, last = decoder.feed(tokens), decoder.end()
     return ChoiceDelta(
         index=index,
@@ -171,15 +185,48 @@ def whole_choice(call: PreparedRequest, index: int, sequence: SampledSequence) -
         tokens=tokens,
         logprobs=json_logprobs(sequence.logprobs),
         top_logprobs=top_logprobs_of(sequence.topk),
+        offsets=decoder.offsets,
         finish=decoder.finish_reason(sequence.stop_reason),
     )
 
 
 @dataclass(slots=True)
 class _ChoiceState:
+    """A choice of a stream. A token is sent when the text before it was."""
+
     decoder: ChoiceDecoder
     calls: int = 0
-    offset: int = 0
+    sent: int = 0
+    """Tokens that were sent."""
+    waiting: list[tuple[int, float | None, Sequence[tuple[int, float]]]] = field(default_factory=list)
+    """(token, logprob, top logprobs) of those that were not."""
+
+    def feed(self, index: int, piece: SequenceDelta) -> ChoiceDelta:
+        """Add tokens."""
+        tops = top_logprobs_of(piece.topk) or [()] * len(piece.tokens)
+        self.waiting += zip(piece.tokens, json_logprobs(np.array(piece.logprobs)), tops, strict=True)
+        return self._choice(index, self.decoder.feed(piece.tokens))
+
+    def end(self, index: int, sequence: SampledSequence) -> ChoiceDelta:
+        """The rest of the choice."""
+        choice = self._choice(index, self.decoder.end())
+        return replace(choice, finish=self.decoder.finish_reason(sequence.stop_reason))
+
+    def _choice(self, index: int, delta: TextDelta) -> ChoiceDelta:
+        offsets = self.decoder.offsets[self.sent :]
+        ready, self.waiting = self.waiting[: len(offsets)], self.waiting[len(offsets) :]
+        choice = ChoiceDelta(
+            index=index,
+            delta=delta,
+            tokens=[token for token, _, _ in ready],
+            logprobs=[logprob for _, logprob, _ in ready],
+            top_logprobs=[top for _, _, top in ready],
+            offsets=offsets,
+            first_call=self.calls,
+        )
+        self.sent += len(offsets)
+        self.calls += len(delta.calls)
+        return choice
 
 
 @dataclass(slots=True)
@@ -194,17 +241,17 @@ async def choice_deltas(
     call: PreparedRequest, samples: AsyncGenerator[SampleEvent], totals: StreamTotals
 ) -> AsyncGenerator[ChoiceDelta]:
     """Deltas of all choices that have output, as they are sampled. They are counted in `totals`."""
-    states = [_ChoiceState(call.decoder()) for _ in range(len(call.requests) * call.body.n)]
+    states = [_ChoiceState(call.decoder(index)) for index in range(len(call.requests) * call.body.n)]
     async with aclosing(samples):
         async for request, event in samples:
             first = request * call.body.n
             if isinstance(event, SequenceDelta):
                 totals.tokens += len(event.tokens)
-                deltas = [_next_delta(call, first + event.sample, states[first + event.sample], event)]
+                deltas = [states[first + event.sample].feed(first + event.sample, event)]
             else:
                 totals.results.append(event)
                 sequences = enumerate(event.sequences, first)
-                deltas = [_last_delta(index, states[index], sequence) for index, sequence in sequences]
+                deltas = [states[index].end(index, sequence) for index, sequence in sequences]
             for delta in deltas:
                 if _has_output(call, delta):
                     yield delta
@@ -237,29 +284,6 @@ async def event_stream(
     except TinsmithError as error:
         yield _event(openai_error_of(error))
     yield "data: [DONE]\n\n"
-
-
-def _next_delta(call: PreparedRequest, index: int, state: _ChoiceState, piece: SequenceDelta) -> ChoiceDelta:
-    delta = state.decoder.feed(piece.tokens)
-    choice = ChoiceDelta(
-        index=index,
-        delta=delta,
-        tokens=piece.tokens,
-        logprobs=json_logprobs(np.array(piece.logprobs)),
-        top_logprobs=top_logprobs_of(piece.topk),
-        first_call=state.calls,
-        offset=state.offset,
-    )
-    state.calls += len(delta.calls)
-    if call.top_logprobs is not None:
-        state.offset += sum(len(call.tokenizer.decode_token(token)[0]) for token in piece.tokens)
-    return choice
-
-
-def _last_delta(index: int, state: _ChoiceState, sequence: SampledSequence) -> ChoiceDelta:
-    delta = state.decoder.end()
-    finish = state.decoder.finish_reason(sequence.stop_reason)
-    return ChoiceDelta(index=index, delta=delta, finish=finish, first_call=state.calls)
 
 
 def _has_output(call: PreparedRequest, choice: ChoiceDelta) -> bool:

@@ -19,6 +19,7 @@ from tinsmith.engine.base import SampledSequence, SampleRequest, SampleResult
 from tinsmith.routed_experts import to_payload
 from tinsmith.service.dependencies import Service, ServiceDep
 from tinsmith.service.openai.requests import (
+    EchoedPrompt,
     ModelRef,
     PreparedRequest,
     build_sample_request,
@@ -139,22 +140,25 @@ async def completions(http: Request, owner: Owner, service: ServiceDep, body: Pr
             if text.max_tokens == 0:
                 choice = ChoiceDelta(index=choice.index, delta=TextDelta(text=""), finish="length")
             if text.echo:
-                choice = _with_prompt(call.prompt_texts[at], request, result, choice)
+                choice = _with_prompt(call.echoed[at], request, result, choice)
             choices.append(text_choice(call, choice) | _prompt_ids(text, request))
     counts = usage(call, sampled, sampled_tokens(sampled) if text.max_tokens else 0)
     return JSONResponse({**response_head(call, "text_completion"), "choices": choices, "usage": counts})
 
 
-def _with_prompt(prompt_text: str, request: SampleRequest, result: SampleResult, choice: ChoiceDelta) -> ChoiceDelta:
+def _with_prompt(
+    prompt: EchoedPrompt, request: SampleRequest, result: SampleResult, choice: ChoiceDelta
+) -> ChoiceDelta:
     """A choice with its prompt in front."""
     scored = result.prompt_logprobs
     tops = top_logprobs_of(result.topk_prompt) or [()] * len(request.prompt)
     return replace(
         choice,
-        delta=TextDelta(text=prompt_text + choice.delta.text),
+        delta=TextDelta(text=prompt.text + choice.delta.text),
         tokens=[*request.prompt.tolist(), *choice.tokens],
         logprobs=[*(json_logprobs(scored) if scored is not None else ()), *choice.logprobs],
         top_logprobs=[*tops, *(choice.top_logprobs or [()] * len(choice.tokens))],
+        offsets=[*prompt.starts, *(len(prompt.text) + offset for offset in choice.offsets)],
     )
 
 
@@ -165,7 +169,7 @@ def _text_opening(call: PreparedRequest, text: CompletionBody) -> list[dict[str,
     choices = []
     for at, request in enumerate(call.requests):
         choice = {
-            "text": call.prompt_texts[at] if text.echo else "",
+            "text": call.echoed[at].text if text.echo else "",
             "logprobs": None,
             "finish_reason": None,
             **_prompt_ids(text, request),
