@@ -15,6 +15,7 @@ Example:
 
 from __future__ import annotations
 
+import re
 import tempfile
 import tomllib
 import types
@@ -26,19 +27,45 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from tinsmith.errors import ConfigError
-
-COMMAND_LINE = "the command line"
+from tinsmith.overrides import COMMAND_LINE, annotation_forms, apply_overrides, override_key, section_forms
+from tinsmith.plurals import counted
 
 SINGLE_TAG, SEVERAL_TAG = "(one)", "(several)"
 """Union tags of a key that takes one value or several; they are not part of the key's name."""
+ANY_NAME = "NAME"
+"""Stands for a name of the user's own in a suggested key."""
 
 _OFF = (None, False, "none", "")
+
+_LIST, _KEYS = "a list, such as [a, b]", "keys with values, such as {a: 1}"
+_EXPECTED = {
+    "string_type": "a text: put quotes around it",
+    "tuple_type": _LIST,
+    "list_type": _LIST,
+    "dict_type": _KEYS,
+    "mapping_type": _KEYS,
+    "model_type": _KEYS,
+    "model_attributes_type": _KEYS,
+    "finite_number": "a finite number",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+}
+"""pydantic's type of a fault -> what the key takes."""
+_BRANCHES = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false"}
+"""pydantic's name of a kind of value, where a key takes several kinds -> what it is."""
+_ONE_OF = "one_of_several"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +116,21 @@ def _shown(value: Any) -> str:
 class Settings(BaseModel):
     """A frozen configuration section that rejects unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_lone_entries(cls, values: Any) -> Any:
+        """A lone text where a list of texts is meant is a list of one."""
+        if not isinstance(values, Mapping):
+            return values
+        return {name: _listed(cls.model_fields.get(name), value) for name, value in values.items()}
 
     def checks_needs(self) -> bool:
         """Whether fields marked with `Needs` are checked."""
@@ -102,6 +143,12 @@ class Settings(BaseModel):
                 if isinstance(needs, Needs) and (fault := needs.fault(self, name)):
                     raise ValueError(fault)
         return self
+
+
+def _listed(field: FieldInfo | None, value: Any) -> Any:
+    forms = annotation_forms(field.annotation) if field and isinstance(value, str | int) else ()
+    form = "text" if isinstance(value, str) else "number"
+    return (value,) if form not in forms and f"{form}s" in forms and not isinstance(value, bool) else value
 
 
 S = TypeVar("S", bound=BaseModel)
@@ -126,13 +173,13 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 def read(kind: type[S], file: Path | None = None, overrides: Sequence[str] = ()) -> S:
     """Read and validate a configuration. Raises ConfigError that names the file or override, the key and a fix."""
-    return build(kind, read_values(file, overrides), str(file) if file else COMMAND_LINE, overrides)
+    return build(kind, read_values(kind, file, overrides), str(file) if file else COMMAND_LINE, overrides)
 
 
-def read_values(file: Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The file's values with overrides applied and `${…}` resolved, not validated."""
+def read_values(kind: type[BaseModel], file: Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The values of a file of this kind with overrides applied and `${…}` resolved, not validated."""
     place = str(file) if file else COMMAND_LINE
-    return resolve_interpolations(apply_overrides(parse_file(file) if file else {}, overrides), place)
+    return resolve_interpolations(apply_overrides(parse_file(file) if file else {}, overrides, kind), place)
 
 
 def parse_file(file: Path) -> dict[str, Any]:
@@ -145,28 +192,19 @@ def parse_file(file: Path) -> dict[str, Any]:
     return values
 
 
-def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`values` with `key=value` overrides applied; `${…}` stays unresolved."""
-    if not overrides:
-        return dict(values)
-    tree = OmegaConf.create(dict(values))
-    for override in overrides:
-        _apply_override(tree, override)
-    return typing.cast(dict[str, Any], OmegaConf.to_container(tree))
-
-
 def resolve_interpolations(
     values: Mapping[str, Any], place: str, defaults: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """`values` with `${…}` resolved. References may name keys of `defaults`, which are not part of the result."""
-    tree = OmegaConf.create(dict(values))
-    merged = OmegaConf.merge(OmegaConf.create(dict(defaults)), tree) if defaults else tree
     try:
+        tree = OmegaConf.create(dict(values))
+        merged = OmegaConf.merge(OmegaConf.create(dict(defaults)), tree) if defaults else tree
         resolved = typing.cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
     except OmegaConfBaseException as error:
         fault = str(error).splitlines()[0].rpartition("interpolation: ")[2]
         raise ConfigError(
-            f"{place}: {fault}.", "Set the variable or give a default: ${oc.env:NAME,default}."
+            f"{place}: {fault}.",
+            "Set the variable or give a default: ${oc.env:NAME,default}; write \\${ for these two characters.",
         ) from error
     return _restrict(resolved, values) if defaults else resolved
 
@@ -183,12 +221,10 @@ def build(kind: type[S], values: Mapping[str, Any], place: str, overrides: Seque
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        overridden = [override.partition("=")[0] for override in overrides]
-        lines = []
-        for fault in error.errors():
-            key, sentence = _sentence(kind, fault)
-            lines.append(f"{COMMAND_LINE if _within(key, overridden) else place}: {sentence}")
-        raise ConfigError("\n".join(lines)) from error
+        overridden = [override_key(override) for override in overrides]
+        sentences = [_sentence(kind, fault) for fault in _joined_branches(error.errors())]
+        lines = [f"{COMMAND_LINE if _within(key, overridden) else place}: {sentence}" for key, sentence in sentences]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from error
 
 
 def explicit_values(value: Any) -> Any:
@@ -226,32 +262,33 @@ def _parse(file: Path) -> Any:
         ) from error
 
 
-def _apply_override(tree: DictConfig, override: str) -> None:
-    key, equals, _ = override.partition("=")
-    if not (key and equals):
-        raise ConfigError(f"{COMMAND_LINE}: '{override}' is not an override.", "Write key=value, as in steps=20.")
-    try:
-        value = OmegaConf.from_dotlist([f"value={override.partition('=')[2]}"])["value"]
-        OmegaConf.update(tree, key, value, force_add=True)
-    except IndexError as error:
-        raise ConfigError(
-            f"{COMMAND_LINE}: '{override}' is beyond the end of its list, whose first entry is 0.",
-            'Change an entry that is there, or give the whole list, as in "rewards=[{type: closeness}]".',
-        ) from error
-    except (OmegaConfBaseException, TypeError, ValueError) as error:
-        fault = str(error).splitlines()[0]
-        raise ConfigError(f"{COMMAND_LINE}: '{override}' cannot be applied: {fault}.", "Check the key.") from error
-
-
 def _within(key: str, overridden: Sequence[str]) -> bool:
     """Whether the value at `key` comes from an override of one of these keys."""
     return any(key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.") for name in overridden)
 
 
+def _joined_branches(faults: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+    """The faults, with one fault in place of those of a key that takes several kinds of value: a text or a number."""
+    joined: dict[tuple[Any, ...], ErrorDetails] = {}
+    for number, fault in enumerate(faults):
+        *place, branch = fault["loc"] or ("",)
+        kinds = str(fault.get("ctx", {}).get("expected", "")) if str(branch).startswith("literal[") else ""
+        kinds = kinds or _BRANCHES.get(str(branch), "")
+        if not kinds or fault["type"] == "extra_forbidden":
+            joined[(*fault["loc"], number)] = fault
+            continue
+        if any(other["loc"][: len(place)] == tuple(place) and len(other["loc"]) > len(place) + 1 for other in faults):
+            continue
+        if before := joined.get((*place, _ONE_OF)):
+            kinds = f"{before['msg']} or {kinds}"
+        joined[(*place, _ONE_OF)] = {**fault, "loc": tuple(place), "type": _ONE_OF, "msg": kinds}
+    return list(joined.values())
+
+
 def _sentence(kind: type[BaseModel], fault: ErrorDetails) -> tuple[str, str]:
     """The faulty key as the user writes it, and a sentence about the fault."""
     parts, parents = _walk(kind, [str(part) for part in fault["loc"]])
-    key = ".".join(parts)
+    key, got = ".".join(parts), f"(got {fault['input']!r})."
     match fault["type"]:
         case "missing":
             return key, f"'{key}' is missing."
@@ -264,8 +301,19 @@ def _sentence(kind: type[BaseModel], fault: ErrorDetails) -> tuple[str, str]:
             return key, _no_such_type(key, fault)
         case "value_error":  # raised by a validator here: the message is complete, and the input may hold a secret
             return key, (f"'{key}': " if key else "") + fault["msg"].removeprefix("Value error, ") + "."
+        case name if name in _EXPECTED:
+            return key, f"'{key}' takes {_EXPECTED[name]} {got}"
+        case "literal_error":
+            return key, f"'{key}' takes {fault.get('ctx', {}).get('expected')} {got}"
+        case name if name == _ONE_OF:
+            return key, f"'{key}' takes {fault['msg']} {got}"
+        case "too_short" | "too_long":
+            context = fault.get("ctx", {})
+            bounds = "at least" if "min_length" in context else "at most"
+            number = counted(int(context.get("min_length", context.get("max_length", 0))), "entry")
+            return key, f"'{key}' takes {bounds} {number} {got}"
         case _:
-            return key, f"'{key}': {fault['msg']} (got {fault['input']!r})."
+            return key, f"'{key}': {fault['msg']} {got}"
 
 
 def _no_such_type(key: str, fault: ErrorDetails) -> str:
@@ -281,7 +329,7 @@ def _fix(kind: type[BaseModel], parts: Sequence[str], parents: Sequence[type[Bas
     if near := nearest_name(parts[-1], names):
         return f"Did you mean '{'.'.join([*parts[:-1], near])}'?"
     all_paths = list(paths(kind))
-    if ".".join(parts) in all_paths:
+    if without_entries(".".join(parts)) in map(without_entries, all_paths):
         return f"It belongs to another type; this type has: {', '.join(names)}."
     elsewhere = {path.rpartition(".")[2]: path for path in sorted(all_paths, key=lambda path: path.count("."))[::-1]}
     if far := nearest_name(parts[-1], elsewhere, cutoff=0.8):
@@ -296,8 +344,8 @@ def _walk(kind: type[BaseModel], path: Sequence[str]) -> tuple[list[str], list[t
     for index, part in enumerate(path):
         last = index == len(path) - 1
         below = [child for model in models for child in _models_under(model, part)]
-        tagged = [model for model in models if part == _tag(model)]
-        if any(part in model.model_fields for model in models) or last or not tagged:
+        tagged = [model for model in models if part == _tag(model) or re.search(rf"\b{model.__name__}\b", part)]
+        if any(part in model.model_fields for model in models) or not tagged:
             parts.append(part)
         if not last:
             models = below or tagged or models
@@ -305,11 +353,23 @@ def _walk(kind: type[BaseModel], path: Sequence[str]) -> tuple[list[str], list[t
 
 
 def paths(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a settings class, sections included."""
-    for name in kind.model_fields:
+    """Every dotted key of a settings class, sections included; the first entry of a list, and NAME for any name."""
+    for name, field in kind.model_fields.items():
         yield prefix + name
+        entry = _entry_of(field.annotation)
         for model in _models_under(kind, name):
-            yield from paths(model, f"{prefix}{name}.")
+            yield from paths(model, f"{prefix}{name}{entry}.")
+
+
+def _entry_of(annotation: Any) -> str:
+    """What stands between a key of this annotation and the keys of its sections."""
+    forms = section_forms(annotation)
+    return "" if "mapping" in forms else f".{ANY_NAME}" if "named" in forms else ".0" if "list" in forms else ""
+
+
+def without_entries(path: str) -> str:
+    """The path without indices of lists and names of mappings."""
+    return ".".join(part for part in path.split(".") if not part.isdigit() and part != ANY_NAME)
 
 
 def _models_under(kind: type[BaseModel], name: str) -> list[type[BaseModel]]:

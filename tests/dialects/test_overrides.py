@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +43,29 @@ def test_overrides_reach_lists_mappings_and_arguments(tmp_path: Path):
     assert settings.tasks.sources[0].model_dump()["path"] == "rows.jsonl"
     assert settings.algorithm.teacher == "judge"
     assert read(tmp_path, overrides[2]).settings.algorithm.advantage.model_dump()["std_threshold"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("override", "check"),
+    [
+        ("model.lora_configs=[{lora_rank: 16}]", lambda run: run.model.rank == 8),
+        ("buffer.explorer_input.eval_tasksets=[]", lambda run: not run.tasks.evaluates),
+        ("algorithm.optimizer={lr: 1e-5}", lambda run: run.optimizer.learning_rate == 1e-5),
+        ("model.tinker={enable: true, rank: 4}", lambda run: run.model.rank == 4),
+        ("buffer.explorer_input.taskset={path: a.jsonl}", lambda run: run.tasks.sources[0].path == "a.jsonl"),
+        (
+            "buffer.explorer_input={tasksets: [{path: a.jsonl, default_workflow_type: math_workflow}]}",
+            lambda run: run.tasks.sources[0].path == "a.jsonl",
+        ),
+        ("buffer.explorer_input.eval_tasksets[0].path=a.jsonl", lambda run: run.tasks.evaluates),
+        ("buffer.explorer_input.taskset.format.system_prompt=Q: {x} A: ", lambda run: True),
+        ("group=007", lambda run: run.folder == "out/Trinity-RFT/007/small"),
+        ("name=@x", lambda run: run.name == "@x"),
+    ],
+)
+def test_lists_and_sections_of_trinity_are_set_whole(tmp_path: Path, override: str, check: Callable[[Any], bool]):
+    file = write(tmp_path, with_key(SMALL, "model.tinker.rank", 8))
+    assert check(read_run(file, ["buffer.explorer_input.taskset.path=rows.jsonl", override]).settings)
 
 
 def test_mode_and_name_are_trinity_keys(tmp_path: Path):
@@ -84,7 +109,8 @@ def test_invalid_value_is_reported_at_the_command_line(tmp_path: Path):
 
 def test_shared_keys_are_only_those_documented():
     shared = {key for key in paths(RunConfig) if has_key(TrinityFile, key.split("."))}
-    assert shared == {"mode", "name", "stages", *(key for key in shared if key.startswith("stages."))}
+    stages = {key for key in shared if key.startswith("stages.")}
+    assert shared == {"mode", "name", "stages", *stages, "model", "algorithm", "buffer", "service"}
 
 
 @pytest.mark.parametrize("command", [("check",), ("config", "show"), ("config", "convert")])

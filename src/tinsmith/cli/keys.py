@@ -160,14 +160,15 @@ def limit(tenant: str, /, *, limits: QuotaChanges | None = None, where: ServiceL
 
 def _on_database(where: ServiceLocation | None, work: Callable[[AsyncEngine], Awaitable[T]]) -> T:
     """Run `work` on the database of the service and return its result."""
+    from tinsmith.overrides import COMMAND_LINE
     from tinsmith.service.config import ServeConfig
     from tinsmith.service.tenancy.keys import open_key_database
-    from tinsmith.settings import COMMAND_LINE, build, read_values
+    from tinsmith.settings import build, read_values
 
     where = where or ServiceLocation()
     values = {name: value for name, value in (("data", where.data), ("database", where.database)) if value is not None}
     place = str(where.config) if where.config else COMMAND_LINE
-    config = build(ServeConfig, {**read_values(where.config), **values}, place)
+    config = build(ServeConfig, {**read_values(ServeConfig, where.config), **values}, place)
 
     async def run() -> T:
         async with open_key_database(config.data, config.database) as engine:

@@ -10,8 +10,9 @@ from cyclopts import Parameter
 
 from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine_options import Device, Dtype, Recompute, Sampler, Sharing, VllmConfig
+from tinsmith.overrides import COMMAND_LINE
 from tinsmith.service.config import ServeConfig
-from tinsmith.settings import COMMAND_LINE, Settings, build, read_values
+from tinsmith.settings import Settings, build, read_values
 
 Overrides = Annotated[
     str,
@@ -76,7 +77,7 @@ def read_service_settings(config: Path | None, overrides: tuple[str, ...], optio
     """The settings of the file, with overrides and then options applied; an option of None is not given."""
     values = {name: value for name, value in options.items() if value is not None}
     place = str(config) if config else COMMAND_LINE
-    return build(ServeConfig, {**read_values(config, overrides), **values}, place, overrides)
+    return build(ServeConfig, {**read_values(ServeConfig, config, overrides), **values}, place, overrides)
 
 
 def _print_key(_url: str, key: str) -> None:

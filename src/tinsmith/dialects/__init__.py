@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinsmith.dialects.base import Section, Translation, has_key, keys
+from tinsmith.dialects.base import Section, Translation, has_key
 from tinsmith.dialects.minds import translate as minds
 from tinsmith.dialects.minds.schema import MindsFile
 from tinsmith.dialects.rllm import dialect as rllm
@@ -23,23 +23,11 @@ from tinsmith.dialects.trinity import translate as trinity
 from tinsmith.dialects.trinity.plugin_shim import plugin_shim
 from tinsmith.dialects.trinity.schema import TrinityFile
 from tinsmith.errors import ConfigError
+from tinsmith.overrides import COMMAND_LINE, apply_overrides, override_key
 from tinsmith.rl import plugins
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.plugins import Names
-from tinsmith.settings import (
-    COMMAND_LINE,
-    apply_overrides,
-    build,
-    nearest_name,
-    parse_file,
-    paths,
-    resolve_interpolations,
-)
-
-
-def _key(override: str) -> str:
-    """The dotted key of an override; an index may be written as [0] or .0."""
-    return override.partition("=")[0].replace("[", ".").replace("]", "")
+from tinsmith.settings import build, nearest_name, parse_file, paths, resolve_interpolations, without_entries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +45,12 @@ class Dialect:
     """The values that references in a file find where it does not set the key."""
     translate: Callable[[Mapping[str, Any], str, Names, Sequence[str]], Translation]
     """Arguments: the file's values, its place in messages, names of plugins, and the overrides that were applied."""
-    override_key: Callable[[str], str] = _key
+    override_key: Callable[[str], str] = override_key
     """The dotted key of an override."""
-    apply: Callable[[Mapping[str, Any], Sequence[str]], dict[str, Any]] = apply_overrides
-    """The values of a file with overrides of its own keys."""
+    apply: Callable[[Mapping[str, Any], Sequence[str], type[Section]], dict[str, Any]] = apply_overrides
+    """The values of a file with overrides of the keys of its schema."""
+    is_own: Callable[[str], bool] = lambda _: False
+    """Whether an override of a key that neither the dialect nor RunConfig has is the dialect's."""
     finish: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     """The settings of the run from those of the translation, with overrides of RunConfig's keys."""
 
@@ -83,6 +73,7 @@ DIALECTS = (
         translate=rllm.translate,
         override_key=hydra_syntax.override_key,
         apply=rllm.apply,
+        is_own=rllm.is_of_script,
         finish=rllm.finish,
     ),
     Dialect(
@@ -94,6 +85,7 @@ DIALECTS = (
         translate=rllm.translate,
         override_key=hydra_syntax.override_key,
         apply=rllm.apply,
+        is_own=rllm.is_of_script,
         finish=rllm.finish,
     ),
     Dialect(
@@ -139,31 +131,42 @@ def read_run(file: Path, overrides: Sequence[str] = ()) -> RunFile:
 
 def _read_own(file: Path, values: Mapping[str, Any], overrides: Sequence[str]) -> RunFile:
     place = str(file)
-    settings = build(RunConfig, resolve_interpolations(apply_overrides(values, overrides), place), place, overrides)
+    settings = build(
+        RunConfig, resolve_interpolations(apply_overrides(values, overrides, RunConfig), place), place, overrides
+    )
     return RunFile(settings=_named(settings, file))
 
 
 def _read_foreign(file: Path, values: Mapping[str, Any], overrides: Sequence[str], dialect: Dialect) -> RunFile:
     place = str(file)
-    before = [override for override in overrides if _is_foreign(dialect, dialect.override_key(override))]
-    after = [override for override in overrides if override not in before]
-    for override in after:
-        _check_key(dialect, dialect.override_key(override))
-    values = dialect.apply(values, before)
+    own = set(map(without_entries, paths(RunConfig)))
+    before: list[str] = []
+    after: list[str] = []
+    for override in overrides:
+        key = dialect.override_key(override)
+        exists = without_entries(key) in own
+        if _is_foreign(dialect, key) or (dialect.is_own(override) and not exists):
+            before.append(override)
+            continue
+        if not exists:
+            _check_key(dialect, key)
+        after.append(f"{key}={override.partition('=')[2]}" if "=" in override else override)
+    values = dialect.apply(values, before, dialect.schema)
     defaults = dialect.defaults() if "${" in str(values) else None
     translation = dialect.translate(
         resolve_interpolations(values, place, defaults), place, _plugin_names(after), before
     )
     place = f"{place} (read as {dialect.name})"
-    settings = build(RunConfig, dialect.finish(apply_overrides(translation.settings, after)), place, after)
+    settings = build(RunConfig, dialect.finish(apply_overrides(translation.settings, after, RunConfig)), place, after)
     return RunFile(settings=_named(settings, file), dialect=dialect.name, guide=dialect.guide, notes=translation.notes)
 
 
 def _is_foreign(dialect: Dialect, key: str) -> bool:
-    """Whether a key is the dialect's: it names a setting there, or stands in a section that RunConfig does not have."""
+    """Whether a key is the dialect's: it names a setting or a section there, or stands in a section that RunConfig does
+    not have."""
     head, *rest = key.split(".")
-    if head == "stages":
-        return len(rest) > 1 and rest[1] in dialect.stage_keys and _is_foreign(dialect, ".".join(rest[1:]))
+    if head == "stages" and dialect.stage_keys:
+        return len(rest) < 2 or (rest[1] in dialect.stage_keys and _is_foreign(dialect, ".".join(rest[1:])))
     if head in dialect.schema.model_fields and head not in RunConfig.model_fields:
         return True
     return has_key(dialect.schema, [head, *rest])
@@ -171,19 +174,11 @@ def _is_foreign(dialect: Dialect, key: str) -> bool:
 
 def _check_key(dialect: Dialect, key: str) -> None:
     """Raises ConfigError for an unknown key that is nearest to one of the dialect's; RunConfig reports the others."""
-    name = _without_indices(key)
-    own = set(paths(RunConfig))
-    if name in own:
-        return
-    foreign = {_without_indices(entry.path.replace("[]", ".0")): entry.path for entry in keys(dialect.schema)}
-    nearest = nearest_name(name, [*own, *foreign], cutoff=0.75)
+    own = {without_entries(path): path for path in paths(RunConfig)}
+    foreign = {without_entries(path): path for path in paths(dialect.schema)}
+    nearest = nearest_name(without_entries(key), [*own, *foreign], cutoff=0.75)
     if nearest and nearest not in own:
-        suggestion = foreign[nearest].replace("[]", ".0").replace("*", "NAME")
-        raise ConfigError(f"{COMMAND_LINE}: there is no key '{key}'.", f"Did you mean '{suggestion}'?")
-
-
-def _without_indices(key: str) -> str:
-    return ".".join(part for part in key.split(".") if not part.isdigit())
+        raise ConfigError(f"{COMMAND_LINE}: there is no key '{key}'.", f"Did you mean '{foreign[nearest]}'?")
 
 
 def _plugin_names(overrides: Sequence[str]) -> Names:

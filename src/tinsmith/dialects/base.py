@@ -67,7 +67,9 @@ Fate = Copied | Translated | Ignored | Refused
 class Section(BaseModel):
     """A section of foreign keys: strict about names, lenient about numbers written as strings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), coerce_numbers_to_str=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), coerce_numbers_to_str=True, allow_inf_nan=False
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +187,7 @@ def keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
 
 
 def has_key(section: type[Section], path: Sequence[str]) -> bool:
-    """Whether a key, split at its dots, names a field under `section` that is not a section itself, or a part of one.
+    """Whether a key, split at its dots, names a field under `section`, an entry of its list, or a part of one.
 
     The index of a list and the name in a mapping are parts of their own: ["tasksets", "0", "path"].
     """
@@ -196,7 +198,7 @@ def has_key(section: type[Section], path: Sequence[str]) -> bool:
     if (nested := section_of(info)) is None:
         return True
     rest = rest[1:] if _plural(info) else rest
-    return bool(rest) and has_key(nested, rest)
+    return not rest or has_key(nested, rest)
 
 
 def translate_declared(section: Section, prefix: str = "") -> Translation:

@@ -14,6 +14,7 @@ from tinsmith.dialects.rllm import read_config, roles, translate
 from tinsmith.dialects.rllm import workflow_args as configured_args
 from tinsmith.dialects.rllm.dialect import finish
 from tinsmith.errors import ConfigError, UserError
+from tinsmith.overrides import apply_overrides
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.run import with_fresh_folder
 from tinsmith.rllm.agents import BaseAgent, BaseEnv
@@ -23,7 +24,7 @@ from tinsmith.rllm.ready_workflows import MultiTurnWorkflow
 from tinsmith.rllm.rollouts import ROW, wrapped_row
 from tinsmith.rllm.workflow import Workflow
 from tinsmith.runner import TrainResult, train_config
-from tinsmith.settings import apply_overrides, build
+from tinsmith.settings import build
 from tinsmith.terminal import new_console
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[
         if (name := each.partition("=")[0].partition(".")[0]) in objects:
             raise ConfigError(f"overrides: {name} is set in Python.", "Pass it to AgentTrainer.")
     return {
-        **apply_overrides({key: value for key, value in values.items() if key not in objects}, overrides),
+        **apply_overrides({key: value for key, value in values.items() if key not in objects}, overrides, RunConfig),
         **objects,
     }
 

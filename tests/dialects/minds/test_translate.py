@@ -211,7 +211,7 @@ def test_each_name_is_an_environment(name, tmp_path):
 
 FAULTS: list[tuple[str, str]] = [
     (with_lines("trainer", "rollout_per_example = 4"), r"Did you mean 'trainer.rollouts_per_example'"),
-    (with_lines("trainer", 'rollouts_per_example = "many"'), r"trainer.rollouts_per_example.*valid integer"),
+    (with_lines("trainer", 'rollouts_per_example = "many"'), r"trainer.rollouts_per_example.*a whole number"),
     (with_lines("trainer", "rollouts_per_example = 0"), "greater than or equal to 1"),
     (with_lines("trainer", 'loss_fn = "importance"'), r"there is no 'importance'. Did you mean 'importance_sampling'"),
     (with_lines("trainer", "batch_size = 2", "groups_per_batch = 2"), "trainer.batch_size.*is set too"),

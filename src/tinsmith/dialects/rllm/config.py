@@ -30,7 +30,8 @@ from tinsmith.dialects.rllm.schema import RllmFile
 from tinsmith.dialects.rllm.schema_unified import UnifiedFile
 from tinsmith.dialects.rllm.values import MIRRORS, Values
 from tinsmith.errors import ConfigError
-from tinsmith.settings import COMMAND_LINE, build, nearest_name, resolve_interpolations
+from tinsmith.overrides import COMMAND_LINE
+from tinsmith.settings import build, nearest_name, resolve_interpolations
 
 PLACE = "the configuration"
 _MISSING = object()

@@ -10,8 +10,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from tinsmith.dialects.base import (
     NOTHING,
     Key,
@@ -20,7 +18,9 @@ from tinsmith.dialects.base import (
     check_faults,
     combine,
     fault,
+    has_key,
     keys,
+    note,
     translate_declared,
     translates,
 )
@@ -30,8 +30,9 @@ from tinsmith.dialects.rllm.schema import RllmFile
 from tinsmith.dialects.rllm.schema_unified import UnifiedFile
 from tinsmith.dialects.rllm.values import Values
 from tinsmith.errors import ConfigError
+from tinsmith.overrides import COMMAND_LINE, plain_copy, set_value
 from tinsmith.rl.plugins import Names
-from tinsmith.settings import COMMAND_LINE, build
+from tinsmith.settings import build
 
 NAME = "rLLM"
 GUIDE = "docs/guides/rllm.md"
@@ -105,19 +106,41 @@ def unified_defaults() -> dict[str, Any]:
     return values
 
 
-def apply(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`values` with overrides in Hydra's syntax, and with `${now:…}` replaced."""
-    tree = OmegaConf.create(dict(values))
-    for override in map(parse_override, overrides):
+def apply(values: Mapping[str, Any], overrides: Sequence[str], kind: type[Section]) -> dict[str, Any]:
+    """`values` with overrides in Hydra's syntax, and with `${now:…}` replaced.
+
+    A key that `+` adds and rLLM does not have is left out: only a script reads it.
+    """
+    tree = plain_copy(values)
+    for override in (parse_override(text, kind) for text in overrides):
+        path = override.key.split(".")
         if override.action == "remove":
-            *parents, last = override.key.split(".")
-            section = OmegaConf.select(tree, ".".join(parents)) if parents else tree
-            if section is None or last not in section:
-                raise ConfigError(f"{COMMAND_LINE}: there is no key '{override.key}' to remove.", "Leave it out.")
-            del section[last]
-        else:
-            OmegaConf.update(tree, override.key, override.value, force_add=True)
-    return replace_time(OmegaConf.to_container(tree))
+            _remove(tree, path)
+        elif override.action == "set" or has_key(kind, path):
+            set_value(tree, path, override.value, kind)
+    return replace_time(tree)
+
+
+def _remove(tree: Any, path: Sequence[str]) -> None:
+    """Raises ConfigError if there is no such key."""
+    *parents, last = path
+    for parent in parents:
+        tree = tree.get(parent) if isinstance(tree, dict) else None
+    if not isinstance(tree, dict) or last not in tree:
+        raise ConfigError(f"{COMMAND_LINE}: there is no key '{'.'.join(path)}' to remove.", "Leave it out.")
+    del tree[last]
+
+
+def is_of_script(override: str) -> bool:
+    """Whether an override adds or removes a key, which a script may have beside those of rLLM."""
+    return override.startswith(("+", "~"))
+
+
+def _of_script(kind: type[Section], overrides: Sequence[str]) -> Translation:
+    """A note on keys that `+` adds and rLLM does not have."""
+    added = [override_key(override) for override in overrides if override.startswith("+")]
+    unknown = [key for key in added if not has_key(kind, key.split("."))]
+    return note(f"{', '.join(unknown)}: no key of rLLM; only a script of its own reads it.") if unknown else NOTHING
 
 
 def replace_time(value: Any) -> Any:
@@ -140,7 +163,7 @@ def translate(
     file = build(kind, values, place, [override_key(override) for override in overrides])
     overridden = [override_key(override) for override in overrides]
     without_agent = rollouts.agents(Values(file, overridden))
-    return check_faults(translate_file(file, overridden, plugins) + without_agent, place)
+    return check_faults(translate_file(file, overridden, plugins) + without_agent + _of_script(kind, overrides), place)
 
 
 def translate_file(

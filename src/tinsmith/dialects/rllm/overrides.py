@@ -3,19 +3,22 @@
     a.b=value    set a key        +a.b=value   add a key, or set it
     ~a.b         remove a key     rllm/backend=tinker   choose an entry of a group
 
-A value is null, true, false, a number, a string with or without quotes, a list [a, b] or a mapping {a: b}. Sweeps
+A value is null, true, false, a number, a string with or without quotes, a list [a, b] or a mapping {a: b}. Where the
+setting is a text, the value may be any text. Sweeps
 (`a=1,2`), functions (`choice(1, 2)`) and package overrides (`a@b=c`) are refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import BaseModel
+
 from tinsmith.errors import ConfigError
-from tinsmith.settings import COMMAND_LINE
+from tinsmith.overrides import COMMAND_LINE, Form, forms_at, read_value
 
 NOW = re.compile(r"\$\{now:([^}]*)\}")
 """Hydra's reference to the time of the start, in a format of strftime."""
@@ -46,8 +49,12 @@ def override_key(text: str) -> str:
     return text.partition("=")[0].lstrip("+~").replace("/", ".").replace("[", ".").replace("]", "")
 
 
-def parse_override(text: str) -> Override:
-    """Parse an override. Raises ConfigError that quotes it."""
+class NotParsed(ConfigError, ValueError):
+    """An override that is not in Hydra's syntax."""
+
+
+def parse_override(text: str, kind: type[BaseModel] | None = None) -> Override:
+    """Parse an override. `kind` says which settings are texts. Raises ConfigError that quotes it."""
     name, equals, value = text.partition("=")
     action: Literal["set", "add", "remove"] = (
         "remove" if name.startswith("~") else "add" if name.startswith("+") else "set"
@@ -57,11 +64,15 @@ def parse_override(text: str) -> Override:
         raise _refusal(text, "packages (@) are not supported", "Write the dotted key alone.")
     if not _KEY.fullmatch(bare) or not (equals or action == "remove"):
         raise _refusal(text, "it is not an override", "Write key=value, as in training.group_size=8.")
-    return Override(action, override_key(name), _Parser(text, value).whole() if equals else None)
+    key = override_key(name)
+    if not equals:
+        return Override(action, key)
+    forms: Iterable[Form] = forms_at(kind, key.split(".")) if kind else ()
+    return Override(action, key, read_value(key, value, forms, lambda value: _Parser(text, value).whole()))
 
 
-def _refusal(text: str, problem: str, fix: str) -> ConfigError:
-    return ConfigError(f"{COMMAND_LINE}: '{text}': {problem}.", fix)
+def _refusal(text: str, problem: str, fix: str) -> NotParsed:
+    return NotParsed(f"{COMMAND_LINE}: '{text}': {problem}.", fix)
 
 
 class _Parser:
@@ -75,7 +86,8 @@ class _Parser:
         value = self._value("")
         if self._next == ",":
             fix = "Give one value, or write a list: [a,b]."
-            raise _refusal(self._override, "a sweep over several values is not supported", fix)
+            problem = "a sweep over several values is not supported"
+            raise ConfigError(f"{COMMAND_LINE}: '{self._override}': {problem}.", fix)
         if self._next:
             raise self._unexpected()
         return value
@@ -87,7 +99,7 @@ class _Parser:
             self._at += 1
         return self._text[self._at : self._at + 1]
 
-    def _unexpected(self) -> ConfigError:
+    def _unexpected(self) -> NotParsed:
         problem = f"unexpected '{self._next}'" if self._next else "it ends too early"
         return _refusal(self._override, problem, "Put quotes around a value with special characters.")
 

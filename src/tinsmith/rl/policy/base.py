@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, StrictInt, field_validator, model_validator
 
 from tinsmith.chat.request import PromptTooLong
 from tinsmith.plurals import counted
@@ -79,8 +79,9 @@ class SamplingConfig(Settings):
     """Nucleus sampling: sample from the most likely tokens with this total probability."""
     top_k: int = Field(default=-1, ge=-1)
     """Sample from this many most likely tokens; -1: all."""
-    stop: tuple[str | int, ...] | None = None
-    """Strings or token ids that end a reply. Not set: the model's end-of-turn tokens. Empty: only max_tokens."""
+    stop: tuple[str | StrictInt, ...] | None = None
+    """Strings or token ids, or one of them, that end a reply. Not set: the model's end-of-turn tokens. Empty: only
+    max_tokens."""
 
     @field_validator("stop")
     @classmethod
