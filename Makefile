@@ -8,6 +8,8 @@ CODE := src tests benchmarks examples tools
 
 VLLM := .venv-vllm
 AUDIT := .venv-audit
+# The venv if there is one, else the Python that has PyTorch.
+GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .PHONY: help install vllm demo gsm8k test test-all test-faults test-cluster check audit bench bench-growth bench-service bench-scale gpu-check docs site clean
 .DEFAULT_GOAL := help
@@ -93,15 +95,13 @@ bench-scale: install  ## many GPUs in simulated time, checked against processes
 	$(BIN)/python -m benchmarks.scale.experiments
 	$(BIN)/python -m benchmarks.scale.report
 
-gpu-check: install  ## tests and benchmarks that need a GPU; without one, print what would run
-	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-	    $(BIN)/python -m pytest -m gpu && $(BIN)/python -m benchmarks.gpu; \
-	else \
-	    echo "PyTorch finds no GPU, so nothing was checked. With one, this runs:"; \
-	    echo "    $(BIN)/python -m benchmarks.gpu   (into benchmarks/results/gpu.md)"; \
-	    echo "    $(BIN)/python -m pytest -m gpu"; \
-	    $(BIN)/python -m pytest -m gpu --collect-only -q -W ignore | sed 's/^/    /'; \
-	fi
+# Without an install step, so that it runs on a machine that reaches no registry: docs/guides/gpus.md.
+gpu-check:  ## check and measure the engine on a GPU, then its tests there; without one, list the steps
+	@status=0; export PYTHONPATH="$(CURDIR)/src:$(CURDIR):$$PYTHONPATH"; \
+	$(GPU_PYTHON) -m benchmarks.gpu_check --without-gpu-ok || status=$$?; \
+	if $(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	    $(GPU_PYTHON) -m pytest -m gpu -o filterwarnings=default --confcutdir tests/gpu tests/gpu || status=$$?; \
+	fi; exit $$status
 
 clean:  ## remove everything that the other targets made, including the venv
 	rm -rf $(VENV) $(VLLM) $(AUDIT) .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist site

@@ -69,8 +69,7 @@ class EngineDriver:
             SampleRequest(
                 request_id=f"{self._calls}-{index}",
                 prompt=prompt,
-                seed=self._calls * 1000 + index,
-                **{**fixed, **settings},
+                **{"seed": self._calls * 1000 + index, **fixed, **settings},
             )
             for index, prompt in enumerate(prompts)
         ]

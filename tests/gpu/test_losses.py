@@ -19,8 +19,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_losses_and_gradients_on_gpu_match_oracle(loss_fn: str, kind: str, pair: Any, wait: Any):
-    engine, model_id, oracle = pair(kind, device="cuda")
+def test_losses_and_gradients_on_gpu_match_oracle(loss_fn: str, kind: str, pair: Any, device: str, wait: Any):
+    engine, model_id, oracle = pair(kind, device=device)
     request = pass_for(loss_fn, model_id)
     (result,) = wait(engine.run([request]))
     _, logprobs = oracle.loss(request)
@@ -30,8 +30,8 @@ def test_losses_and_gradients_on_gpu_match_oracle(loss_fn: str, kind: str, pair:
     assert_same(gradients_of(engine, model_id), oracle.gradients(), tolerance=1e-3)
 
 
-def test_sampled_logprobs_on_gpu_match_trainer_after_step(pair: Any, wait: Any):
-    engine, model_id, _ = pair(device="cuda")
+def test_sampled_logprobs_on_gpu_match_trainer_after_step(pair: Any, device: str, wait: Any):
+    engine, model_id, _ = pair(device=device)
     wait(engine.run([pass_for("cross_entropy", model_id)]))
     wait(engine.step(model_id, AdamParams(learning_rate=1e-2)))
     wait(engine.capture(model_id, "stepped"))
