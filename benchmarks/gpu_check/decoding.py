@@ -133,9 +133,9 @@ def tree_batch(size: Size) -> Batch:
     turns, leaves, turn = size.of(10, 3), size.of(20, 4), size.of(50, 6)
     rows = [draw.integers(3, 500, turns * turn)]
     while len(rows) < leaves:
-        kept = int(draw.integers(0, turns)) * turn
+        branch = int(draw.integers(0, turns)) * turn
         parent = rows[int(draw.integers(0, len(rows)))]
-        rows.append(np.concatenate([parent[:kept], draw.integers(3, 500, turns * turn - kept)]))
+        rows.append(np.concatenate([parent[:branch], draw.integers(3, 500, turns * turn - branch)]))
     return Batch(name="tree", rows=rows, prompts=[turn // 2] * leaves)
 
 

@@ -14,7 +14,7 @@ __all__ = ["adapter_of", "engine_of", "model_id", "pair", "smollm2", "tiny", "ti
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cuda", choices=["cuda", "cpu"], help="cpu tries the tests themselves")
+    parser.addoption("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: try out the tests themselves")
 
 
 @pytest.fixture(scope="session")
