@@ -103,6 +103,13 @@ def _text(where: str, content: Any) -> str:
     return "\n".join(lines)
 
 
+def content_text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    """The text of a parsed message's content."""
+    if isinstance(content, str) or content is None:
+        return content or ""
+    return "".join(part["text"] for part in content if part.get("type") == "text")
+
+
 def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
     """Tool calls with their arguments as objects: the API sends JSON text, templates read objects."""
     parsed = []

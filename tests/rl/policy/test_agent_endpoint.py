@@ -94,6 +94,25 @@ def test_tool_calls_stay_within_one_training_row():
     assert len(rows_from_trajectory(Trajectory(turns=session.turns))) == 1
 
 
+@pytest.mark.parametrize("reply", [f"<think>\n{CALL}\n</think>\nNo.", f"```\n{CALL}\n```", f"<think>{CALL}"])
+def test_calls_that_are_not_made_are_not_executed(reply):
+    async def use(client, session):
+        return await client.chat.completions.create(model=session.model, messages=[USER], tools=TOOLS)
+
+    answer, _ = served(use, reply)
+    assert answer.choices[0].message.tool_calls is None
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (reply, "stop")
+
+
+def test_call_in_reasoning_that_the_prompt_begins_is_text():
+    async def use(client, session):
+        begun = [USER, {"role": "assistant", "content": "<think>\n"}]
+        return await client.chat.completions.create(model=session.model, messages=begun, tools=TOOLS)
+
+    answer, _ = served(use, f"{CALL}\n</think>\nNo.")
+    assert answer.choices[0].message.tool_calls is None
+
+
 def test_interleaved_conversations_are_two_rows():
     async def use(client, session):
         async def converse(name: str) -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.tokenizers import KINDS
 from tinsmith.chat.detokenizer import Detokenizer, TokenTexts
 from tinsmith.chat.tokenizer import Tokenizer, load_tokenizer
-from tinsmith.chat.tool_calls import ToolCallParser
+from tinsmith.chat.tool_calls.formats import ToolCallFormat
+from tinsmith.chat.tool_calls.parser import ToolCallParser
 from tinsmith.service.openai.sampling import ChoiceDecoder, StopStrings
 
 
@@ -100,7 +101,7 @@ def test_stream_equals_whole_and_cuts_at_the_first_stop(kind: str, draws: st.Dat
 def test_finish_reason_is_tool_calls_unless_truncated(tokenizer: Tokenizer):
     for reason, finish in (("stop", "tool_calls"), ("length", "length")):
         choice = ChoiceDecoder(
-            detokenizer=tokenizer.detokenizer(tokenizer.special_ids), parser=ToolCallParser("tagged")
+            detokenizer=tokenizer.detokenizer(tokenizer.special_ids), parser=ToolCallParser(ToolCallFormat("tagged"))
         )
         grown = choice.feed(
             tokenizer.encode('<tool_call>{"name": "add", "arguments": {}}</tool_call>', add_special_tokens=False)

@@ -16,11 +16,14 @@ from pydantic import Field, ValidationError
 from tinsmith.chat.images import read_data_url
 from tinsmith.chat.messages import parse_messages
 from tinsmith.chat.request import ChatRequest, describe_errors
-from tinsmith.chat.tool_calls import ToolCallFormat, ToolCallParser, marker_texts, tool_call_format
+from tinsmith.chat.tool_calls.formats import ToolCallFormat, marker_texts, tool_call_format
+from tinsmith.chat.tool_calls.parser import parse_reply
 from tinsmith.errors import BadRequest, UserError
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
 from tinsmith.rl.types import EncodedPrompt, Image, Message, Turn
 
+PROMPT_END = 32
+"""Tokens of a prompt that are decoded to see whether it begins the reply's reasoning."""
 MODEL = "policy"
 """Name of the policy; any name is accepted."""
 
@@ -119,7 +122,7 @@ class ChatSession:
         seed = request_seed(self._seed, number) if request.seed is None else request.seed
         replies = []
         for turn in await self._policy.sample(prompt, count=request.n, seed=seed, sampling=sampling):
-            message = self._reply_message(turn, call_format, tools, sampling)
+            message = self._reply_message(turn, messages, call_format, tools, sampling)
             self._record([*messages, message], tools, turn)
             replies.append((turn, message))
         return replies
@@ -152,18 +155,21 @@ class ChatSession:
     def _reply_message(
         self,
         turn: Turn,
+        messages: Sequence[Mapping[str, Any]],
         call_format: ToolCallFormat | None,
         tools: Sequence[Mapping[str, Any]],
         sampling: SamplingConfig,
     ) -> dict[str, Any]:
-        """A reply as an assistant message, tool calls separated from its text."""
+        """The reply to `messages` as an assistant message, tool calls separated from its text."""
         if call_format is None:
             return {"role": "assistant", "content": turn.text}
-        parser = ToolCallParser(call_format, tools)
-        text, calls = parser.feed(self._policy.chat.text(turn.tokens, sampling.stop, marker_texts(call_format)))
-        rest, last_calls = parser.end()
-        message: dict[str, Any] = {"role": "assistant", "content": text + rest or None}
-        if tool_calls := [call.to_json() for call in (*calls, *last_calls)]:
+        chat, last = self._policy.chat, messages[-1]
+        continued = str(last["content"] or "") if last["role"] == "assistant" else ""
+        call_format = call_format.after(chat.decode(turn.prompt[-PROMPT_END:]), continued)
+        reply = chat.text(turn.tokens, sampling.stop, marker_texts(call_format))
+        text, calls = parse_reply(reply, call_format, tools)
+        message: dict[str, Any] = {"role": "assistant", "content": text or None}
+        if tool_calls := [call.to_json() for call in calls]:
             message["tool_calls"] = tool_calls
         elif message["content"] is None:
             message["content"] = ""

@@ -10,8 +10,11 @@ from typing import Any
 import httpx
 from typing_extensions import override
 
+from tinsmith.chat.tool_calls.formats import tool_call_format
+from tinsmith.chat.tool_calls.parser import parse_reply
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.rl.policy.chat import Chat
+from tinsmith.rl.policy.chat_session import PROMPT_END
 from tinsmith.rl.types import Message
 from tinsmith.rllm.engines.base import (
     LIMIT_NAMES,
@@ -125,9 +128,14 @@ class OpenAIEngine(RolloutEngine):
         response = await self._post("completions", {**body, "prompt": prompt})
         choice = response["choices"][0]
         text = str(choice["text"])
-        content, reasoning = split_reasoning(text)
-        output = self._output(text, content, reasoning, [], choice, response)
         assert self._chat is not None
+        said, calls = text, list[ToolCall]()
+        if tools:
+            form = tool_call_format(self._chat.template, self.model).after(self._chat.decode(prompt[-PROMPT_END:]))
+            said, new_calls = parse_reply(text, form, tools)
+            calls = [parse_tool_call(call.to_json()["function"]) for call in new_calls]
+        content, reasoning = split_reasoning(said)
+        output = self._output(text, content, reasoning, calls, choice, response)
         output.prompt_ids, output.completion_ids = prompt, self._chat.encode_text(text)
         output.prompt_length, output.completion_length = len(prompt), len(output.completion_ids)
         return output

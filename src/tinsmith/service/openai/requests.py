@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from tinsmith.chat.messages import content_text
 from tinsmith.chat.request import PromptTooLong
 from tinsmith.chat.tokenizer import Tokenizer
-from tinsmith.chat.tool_calls import ToolCallFormat, ToolCallParser, marker_texts, tool_call_format
+from tinsmith.chat.tool_calls.formats import ToolCallFormat, marker_texts, tool_call_format
+from tinsmith.chat.tool_calls.parser import ToolCallParser
 from tinsmith.engine.base import InputImage, ModelCard, SampleRequest
 from tinsmith.engine.sample_validation import MAX_SAMPLES, check_sample
 from tinsmith.engine.validation import did_you_mean
@@ -259,8 +261,9 @@ def render_prompt(
             field="continue_final_message",
         )
     urls: list[str] | None = None if card.images is None else []
+    messages = body.template_messages(template, urls)
     text = tokenizer.render_text(
-        body.template_messages(template, urls),
+        messages,
         tools,
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
@@ -275,7 +278,8 @@ def render_prompt(
                 field="return_token_ids",
             )
         ids, images = place_images(ids, urls, card.images)
-    return ids, images, call_format
+    continued = messages[-1]["content"] if body.continue_final_message else ""
+    return ids, images, call_format.after(text, content_text(continued)) if call_format else None
 
 
 def _encode(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tinsmith.chat.tool_calls import ToolCall
+from tinsmith.chat.tool_calls.arguments import ToolCall
 from tinsmith.errors import BadRequest, Unsupported
 from tinsmith.service.openai.requests import new_id
 

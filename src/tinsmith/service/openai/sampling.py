@@ -16,7 +16,9 @@ from typing import Literal, TypeVar
 from starlette.requests import Request
 
 from tinsmith.chat.detokenizer import Detokenizer
-from tinsmith.chat.tool_calls import ToolCall, ToolCallParser, partial_match
+from tinsmith.chat.tool_calls.arguments import ToolCall
+from tinsmith.chat.tool_calls.formats import partial_match
+from tinsmith.chat.tool_calls.parser import ToolCallParser
 from tinsmith.engine.base import OnDelta, SampleRequest, SampleResult, SequenceDelta
 from tinsmith.errors import EngineDied, Gone
 from tinsmith.service.sampling import Sampling
