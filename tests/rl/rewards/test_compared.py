@@ -12,8 +12,8 @@ import psutil
 import pytest
 from rich.console import Console
 
-from tests.rl.rewards.test_arithmetic import least_seconds
 from tests.rl.rewards.test_rewards import answer, said
+from tests.rl.scoring.test_arithmetic import least_seconds
 from tests.rl.scripted_run import rows, scripted, settings
 from tinsmith.rl.data.sources import ReasoningGym
 from tinsmith.rl.policy.scripted import ScriptedSnapshot

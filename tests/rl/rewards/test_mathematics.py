@@ -6,8 +6,9 @@ import pytest
 
 from tests.rl.rewards.test_rewards import answer, worth
 from tinsmith.rl.rewards.format import Format
-from tinsmith.rl.rewards.mathematics import Math, MathBoxed, MathVerify, boxed
+from tinsmith.rl.rewards.mathematics import Math, MathBoxed, MathVerify
 from tinsmith.rl.rewards.numbers import Marked, Number
+from tinsmith.rl.scoring.replies import boxed
 
 GOLD = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = 72 altogether.\n#### 72"
 FORM = "<think> 48 + 24 </think>\n<answer> 72 </answer>"
@@ -48,7 +49,8 @@ def test_gold_answer_may_be_bare_marked_or_boxed():
         ("so 72", False, 0.0),
         (r"so \boxed{72}", True, 0.9),
         (r"<think>a</think> \boxed{72}", True, 1.0),
-        (r"</think><think> \boxed{72}", True, 0.9),
+        (r"</think></think> \boxed{72}", True, 0.9),
+        (r"</think><think> \boxed{72}", True, -0.1),
         (r"<think><think>a</think> 72", True, -0.1),
     ],
 )

@@ -8,18 +8,18 @@ from typing import Literal
 
 from typing_extensions import override
 
-from tinsmith.rl.rewards.arithmetic import evaluate
 from tinsmith.rl.rewards.base import Reward, Score
-from tinsmith.rl.rewards.tags import last_tagged
+from tinsmith.rl.scoring.arithmetic import evaluate, without_delimiters
+from tinsmith.rl.scoring.replies import boxed, last_box, last_tagged, spoken
 from tinsmith.rl.types import Task
 
 
 class Countdown(Reward):
     """1 if the expression in the last <answer> uses each number exactly once and equals the target; `partial` for any
-    other answer; 0 without <answer>…</answer>.
+    other answer; 0 without <answer>…</answer> after the thoughts.
 
-    The expression has + - * / and parentheses; values are exact. Of an equation such as `44 + 19 + 35 = 98`, the first
-    side is the expression, and every other side must equal the target too.
+    The expression has + - * / and parentheses, and may be boxed; values are exact. Of an equation such as
+    `44 + 19 + 35 = 98`, the first side is the expression, and every other side must equal the target too.
 
     The task's answer is JSON: {"target": 24, "numbers": [1, 2, 3, 4]}.
     """
@@ -36,16 +36,18 @@ class Countdown(Reward):
     @override
     def score(self, task: Task, text: str) -> Score:
         target, numbers = _target_and_numbers(task)
-        answer = last_tagged(text, "answer", ignore_case=True)
+        answer = last_tagged(spoken(text), "answer", ignore_case=True)
         if answer is None:
             return Score(value=0.0, correct=False)
+        if last_box(answer) is not None:
+            answer = boxed(answer) or ""
         right = reaches(answer, target, numbers)
         return Score(value=1.0 if right else self.partial, correct=right)
 
 
 def reaches(answer: str, target: Fraction, numbers: list[Fraction]) -> bool:
     """Whether `answer` is an expression, or equation, of exactly these numbers with the value `target`."""
-    sides = [evaluate(side) for side in answer.split("=", 2)]
+    sides = [evaluate(side) for side in without_delimiters(answer.strip()).split("=", 2)]
     if any(side is None or side.value != target for side in sides):
         return False
     return sides[0] is not None and sorted(sides[0].numbers) == sorted(numbers)

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from tinsmith.rl.rewards.base import Score
 from tinsmith.rl.rewards.compared import ComparedReward, Comparison
-from tinsmith.rl.rewards.tags import last_tagged
+from tinsmith.rl.scoring.replies import last_tagged, spoken
 from tinsmith.rl.types import Task
 
 
@@ -21,14 +21,16 @@ class ReasoningGymScore(ComparedReward):
     wrong: ClassVar[float] = 0.0
     type: Literal["reasoning_gym"] = "reasoning_gym"
     tag: str = ""
-    """Score only the text inside the last <tag>…</tag>; a reply without it scores 0. Empty: the whole reply."""
+    """Score only the text inside the last <tag>…</tag>; a reply without it scores 0. Empty: the whole reply after its
+    thoughts."""
 
     @override
     def comparison(self, task: Task, text: str) -> Comparison | None:
         dataset = task.extra.get("metadata", {}).get("source_dataset")
         if not dataset:
             raise ValueError(f"{task.id} is not a task of reasoning-gym; use another reward")
-        answer = (last_tagged(text, self.tag) or "") if self.tag else text.strip()
+        text = spoken(text)
+        answer = (last_tagged(text, self.tag) or "") if self.tag else text
         return (
             Comparison("tinsmith.rl.scoring.reasoning:score", (dataset, answer, dict(task.extra))) if answer else None
         )

@@ -1,4 +1,4 @@
-"""Rewards for mathematics, compared by the package math-verify."""
+"""Rewards for mathematics, compared by `tinsmith.rl.scoring.mathematics`."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing_extensions import override
 from tinsmith.rl.rewards.base import Score
 from tinsmith.rl.rewards.compared import ComparedReward, Comparison
 from tinsmith.rl.rewards.format import THINK_ANSWER, matches
-from tinsmith.rl.rewards.numbers import MARK
-from tinsmith.rl.rewards.tags import last_tagged
+from tinsmith.rl.scoring.replies import answer_text, boxed, right_answer, spoken
 from tinsmith.rl.types import Task
 from tinsmith.settings import Needs
 
 Verdict = Literal["equal", "different", "unreadable"]
-"""Of a comparison; `unreadable` if math-verify cannot read the task's answer."""
+"""Of a comparison; `unreadable` if the task has no answer to compare with."""
 
 
 class MathVerify(ComparedReward):
-    """1 if the package math-verify finds reply and answer mathematically equal, else 0.
+    """1 if the answer that the reply states is mathematically equal to the right one, else 0.
 
-    The task's answer is the bare answer, or a whole solution that ends with #### and the answer.
+    The reply states it in the last <answer>…</answer>, else in the last \\boxed{}, else after ####, else in prose. The
+    task's answer is bare, boxed, or the end of a whole solution after ####.
     """
 
     wrong: ClassVar[Verdict] = "different"
     type: Literal["math_verify"] = "math_verify"
 
     @override
-    def comparison(self, task: Task, text: str) -> Comparison:
-        return _with_answer(task, text)
+    def comparison(self, task: Task, text: str) -> Comparison | None:
+        return _comparison(task, answer_text(text))
 
     @override
     def grade(self, task: Task, text: str, result: Verdict) -> Score:
@@ -38,10 +38,9 @@ class MathVerify(ComparedReward):
 
 
 class Math(ComparedReward):
-    """Accuracy (1 or 0, by math-verify), plus `form` if the reply has the required format, else minus `form`.
+    """Accuracy (1 or 0, as `math_verify`), plus `form` if the reply has the required format, else minus `form`.
 
-    The text of the last <answer>…</answer> is compared, or the whole reply if it has none. The reply is right if its
-    accuracy is 1, whatever its format.
+    The reply is right if its accuracy is 1, whatever its format.
     """
 
     wrong: ClassVar[Verdict] = "different"
@@ -52,9 +51,8 @@ class Math(ComparedReward):
     """Reward for the format; it is subtracted if the format is wrong."""
 
     @override
-    def comparison(self, task: Task, text: str) -> Comparison:
-        answer = last_tagged(text, "answer")
-        return _with_answer(task, text if answer is None else answer)
+    def comparison(self, task: Task, text: str) -> Comparison | None:
+        return _comparison(task, answer_text(text))
 
     @override
     def grade(self, task: Task, text: str, result: Verdict) -> Score:
@@ -77,8 +75,7 @@ class MathBoxed(ComparedReward):
 
     @override
     def comparison(self, task: Task, text: str) -> Comparison | None:
-        content = boxed(text)
-        return None if content is None else _with_answer(task, f"\\boxed{{{content}}}")
+        return _comparison(task, boxed(spoken(text)))
 
     @override
     def grade(self, task: Task, text: str, result: Verdict) -> Score:
@@ -86,29 +83,16 @@ class MathBoxed(ComparedReward):
         return _in_parts(_is_right(task, result), -self.form if self.think and not thought else 0.0)
 
 
-def boxed(text: str) -> str | None:
-    """Return the content of the last \\boxed{}, which may contain braces; None without a complete \\boxed{}."""
-    begin = text.rfind("\\boxed{")
-    if begin < 0:
-        return None
-    begin += len("\\boxed{")
-    depth = 1
-    for index in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[index], 0)
-        if depth == 0:
-            return text[begin:index].strip()
-    return None
-
-
-def _with_answer(task: Task, text: str) -> Comparison:
-    """Compare a text with the task's answer, which may be bare, boxed or at the end of a solution."""
-    answer = task.answer.rpartition(MARK)[2].strip()
-    content = boxed(answer)
-    return Comparison("tinsmith.rl.scoring.mathematics:compare", (answer if content is None else content, text))
+def _comparison(task: Task, text: str | None) -> Comparison | None:
+    """The comparison of a text with the task's answer; None without text. Raises ValueError without an answer."""
+    answer = right_answer(task.answer)
+    if not answer:
+        _is_right(task, "unreadable")
+    return Comparison("tinsmith.rl.scoring.mathematics:compare", (answer, text)) if text else None
 
 
 def _is_right(task: Task, verdict: Verdict) -> bool:
-    """Raise ValueError if math-verify cannot read the task's answer."""
+    """Raise ValueError if the task has no answer to compare with."""
     if verdict == "unreadable":
         raise ValueError(f"math-verify cannot read the answer {task.answer!r} of {task.id}")
     return verdict == "equal"

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import re
-from decimal import Decimal
+from fractions import Fraction
 from typing import Literal
 
 from typing_extensions import override
 
 from tinsmith.rl.rewards.base import Reward, Score
+from tinsmith.rl.scoring.notation import normalized
+from tinsmith.rl.scoring.quantities import Quantity, equal, quantity, readings
+from tinsmith.rl.scoring.replies import MARK, boxed, last_number, right_answer, spoken
 from tinsmith.rl.types import Task
 
 _NUMBER = r"(?:(?<!\d)[-+−])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+−]?\d+)?"
-_MAX_EXPONENT_DIGITS = 4
-"""Numbers with a longer exponent are not read."""
-_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
-MARK = "####"
-"""The mark before the final answer in GSM8K."""
 
 
 class Number(Reward):
-    """1 if the number in the reply equals the last number in the answer, else 0.
+    """1 if the number in the reply equals the answer, or the last number in it, else 0.
 
-    As decimals: 1,000 equals 1000.0 and 1e3. Both - and − (U+2212) are minus signs.
+    Numbers are exact: 1,000 equals 1000.0 and 1e3, and 1/2 equals 0.5 and \\frac{1}{2}. Units are dropped. Thoughts in
+    <think>…</think> are not read.
     """
 
     type: Literal["number"] = "number"
     where: Literal["reply", "last", "boxed", "marked"] = "last"
-    """Number to compare: `reply`, the whole reply; `last`, the last number in it; `boxed`, the last number in the last
-    \\boxed{}; `marked`, the text after the last ####."""
+    """Number to compare: `reply`, the whole reply, without words; `last`, the last number in it; `boxed`, the content
+    of the last \\boxed{}; `marked`, the text after the last ####. Box and text must be one number."""
 
     @property
     @override
@@ -37,7 +36,8 @@ class Number(Reward):
 
     @override
     def score(self, task: Task, text: str) -> Score:
-        right = (number := _number(text, self.where)) is not None and number == _right(task)
+        expected = _right(task)
+        right = any(equal(expected, number) for number in _numbers(spoken(text), self.where))
         return Score(value=float(right), correct=right)
 
 
@@ -57,14 +57,13 @@ class Closeness(Reward):
 
     @override
     def score(self, task: Task, text: str) -> Score:
-        right = _right(task)
-        number = _number(text, "reply")
-        if number is not None and number == right:
+        right, number = _right(task).value, _bare(spoken(text))
+        if number is not None and number.value == right:
             return Score(value=1.0, correct=True)
-        if number is None or number != number.to_integral_value():
+        if number is None or number.value.denominator != 1:
             return Score(value=0.0, correct=False)
-        error = float(abs(number - right) / max(abs(right), Decimal(1)))
-        return Score(value=0.5 * max(0.0, 1.0 - error), correct=False)
+        error = abs(number.value - right) / max(abs(right), Fraction(1))
+        return Score(value=0.5 * float(max(Fraction(0), 1 - error)), correct=False)
 
 
 class Marked(Reward):
@@ -82,28 +81,31 @@ class Marked(Reward):
         return float(bool(mark) and begins_line and re.fullmatch(rf" ?{_NUMBER}", after, re.ASCII) is not None)
 
 
-def _number(text: str, where: str) -> Decimal | None:
-    if where == "boxed":
-        boxed = _BOXED.findall(text)
-        return _number(boxed[-1], "last") if boxed else None
-    if where == "marked":
-        _, mark, after = text.rpartition(MARK)
-        return _number(after, "reply") if mark else None
+def _numbers(text: str, where: str) -> list[Quantity]:
+    """The number of a reply; with its approximation if it gives one too, and empty if it has none."""
+    if where == "last":
+        number = last_number(text)
+        return [] if number is None else [number]
     if where == "reply":
-        match = re.fullmatch(_NUMBER, text.strip(), re.ASCII)
-        return _decimal(match[0]) if match else None
-    numbers = re.findall(_NUMBER, text, re.ASCII)
-    return _decimal(numbers[-1]) if numbers else None
+        number = _bare(text)
+        return [] if number is None else [number]
+    content = boxed(text) if where == "boxed" else _after_mark(text)
+    numbers = [quantity(reading) for reading in readings(normalized(content or ""))]
+    return [number for number in numbers if number is not None]
 
 
-def _decimal(number: str) -> Decimal | None:
-    number = number.replace(",", "").replace("−", "-").lower()
-    exponent = number.partition("e")[2].lstrip("+-0")
-    return Decimal(number) if len(exponent) <= _MAX_EXPONENT_DIGITS else None
+def _after_mark(text: str) -> str | None:
+    _, mark, after = text.rpartition(MARK)
+    return after if mark else None
 
 
-def _right(task: Task) -> Decimal:
-    number = _number(task.answer, "last")
+def _bare(text: str) -> Quantity | None:
+    return quantity(normalized(text)) if re.fullmatch(_NUMBER, text.strip(), re.ASCII) else None
+
+
+def _right(task: Task) -> Quantity:
+    answer = right_answer(task.answer)
+    number = quantity(normalized(answer)) or last_number(answer)
     if number is None:
         raise ValueError(f"the answer {task.answer!r} of {task.id} is not a number; use another reward")
     return number

@@ -1,4 +1,4 @@
-"""Comparisons of replies with answers that may take long, and the worker processes that make them.
+"""Where replies state their answers, comparisons that may take long, and the worker processes that make them.
 
 A comparison is a function named as module:function, of arguments that can be pickled, with a result that JSON can
 represent. Modules here import nothing from the rest of the harness, so that a worker starts quickly and stays small.

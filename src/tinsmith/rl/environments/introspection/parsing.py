@@ -8,21 +8,15 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from tinsmith.rl.scoring.notation import normalized
+from tinsmith.rl.scoring.replies import after_thoughts, last_box
+
 _NUMBER = re.compile(r"[-+−]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?", re.ASCII)
 _INTEGER = re.compile(r"\d+", re.ASCII)
 _SEPARATOR = re.compile(r"[\s,;]+")
 _ARRAY = re.compile(r"\[([^\[\]]*)\]")
-_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 _MAX_DIGITS = 64
 """Longer numbers are not read."""
-
-
-def after_thoughts(text: str) -> str:
-    """The reply after its last </think>; empty if thoughts begin and do not end."""
-    _, end, after = text.rpartition("</think>")
-    if "<think>" in after:
-        return ""
-    return after.strip() if end else text.strip()
 
 
 def exact_number(text: str) -> Fraction | None:
@@ -102,8 +96,12 @@ def probability(text: str | None) -> float | None:
 
 
 def answer_number(text: str | None) -> Fraction | None:
-    """The number that an answer is, bare or in \\boxed{}."""
+    """The number that an answer is, bare or in \\boxed{} alone."""
     if text is None:
         return None
-    boxed = _BOXED.fullmatch(text.strip().strip("$").strip())
-    return exact_number(boxed[1] if boxed else text)
+    text = text.strip().strip("$").strip()
+    box = last_box(text)
+    if box is None:
+        return exact_number(text)
+    whole = (box.begin, box.end) == (0, len(text))
+    return exact_number(normalized(box.content)) if whole and box.content else None

@@ -19,7 +19,8 @@ from typing import Literal
 import numpy as np
 
 from tinsmith.rl.environments.introspection.beliefs import rank_correlation, spearman
-from tinsmith.rl.environments.introspection.parsing import after_thoughts, number
+from tinsmith.rl.environments.introspection.parsing import number
+from tinsmith.rl.scoring.replies import after_thoughts
 from tinsmith.rl.shadow.statistics import Moments
 
 Scoring = Literal["absolute", "normalised", "sign", "rank"]

@@ -12,8 +12,8 @@ from fractions import Fraction
 
 import pytest
 
-from tinsmith.rl.rewards.arithmetic import MAX_CHARACTERS, MAX_DEPTH, MAX_NUMBERS, evaluate
-from tinsmith.rl.rewards.tags import last_tagged
+from tinsmith.rl.scoring.arithmetic import MAX_CHARACTERS, MAX_DEPTH, MAX_NUMBERS, evaluate
+from tinsmith.rl.scoring.replies import last_tagged
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 SPELLINGS = {"+": "+", "-": "-", "*": "*", "/": "/"}

@@ -59,16 +59,16 @@ def evaluate(text: str) -> Arithmetic | None:
     if len(text) > MAX_CHARACTERS:
         return None
     try:
-        return _Parser(_tokens(_without_delimiters(text.strip()))).parse()
-    except (_NoValue, ZeroDivisionError):
+        return Parser(_tokens(without_delimiters(text.strip()))).parse()
+    except (NoValue, ZeroDivisionError):
         return None
 
 
-class _NoValue(Exception):
+class NoValue(Exception):
     """The text is not an expression of the grammar, or exceeds a limit."""
 
 
-class _Parser:
+class Parser:
     """Recursive descent over the tokens of an expression."""
 
     def __init__(self, tokens: Iterator[str | Fraction]) -> None:
@@ -78,10 +78,10 @@ class _Parser:
         self._token = next(tokens, None)
 
     def parse(self) -> Arithmetic:
-        """The whole text as a sum. Raises _NoValue or ZeroDivisionError."""
+        """The whole text as a sum. Raises NoValue or ZeroDivisionError."""
         value = self._sum()
         if self._token is not None:
-            raise _NoValue
+            raise NoValue
         return Arithmetic(value, tuple(self._numbers))
 
     def _take(self) -> str | Fraction | None:
@@ -109,48 +109,48 @@ class _Parser:
         if isinstance(token, Fraction):
             self._numbers.append(token)
             if len(self._numbers) > MAX_NUMBERS:
-                raise _NoValue
+                raise NoValue
             return sign * token
         if token == "(":
             return sign * self._inside(")")
         if token == "frac":
             return sign * self._braces() / self._braces()
-        raise _NoValue
+        raise NoValue
 
     def _braces(self) -> Fraction:
         if self._take() != "{":
-            raise _NoValue
+            raise NoValue
         return self._inside("}")
 
     def _inside(self, end: str) -> Fraction:
         """The sum up to the closing token `end`."""
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise _NoValue
+            raise NoValue
         value = self._sum()
         if self._take() != end:
-            raise _NoValue
+            raise NoValue
         self._depth -= 1
         return value
 
 
 def _tokens(text: str) -> Iterator[str | Fraction]:
-    """Numbers, and the symbols + - * / ( ) { } and frac. Raises _NoValue at any other character."""
+    """Numbers, and the symbols + - * / ( ) { } and frac. Raises NoValue at any other character."""
     position = 0
     while position < len(text):
         match = _TOKEN.match(text, position)
         if match is None or match.lastgroup is None:
-            raise _NoValue
+            raise NoValue
         position = match.end()
         if match.lastgroup == "number":
             if len(match[0]) > MAX_DIGITS:
-                raise _NoValue
+                raise NoValue
             yield Fraction(match[0].removesuffix("."))
         elif match.lastgroup != "space":
             yield _SYMBOLS.get(match.lastgroup, match[0])
 
 
-def _without_delimiters(text: str) -> str:
+def without_delimiters(text: str) -> str:
     """`text` without the delimiters of LaTeX mathematics around it."""
     for begin, end in _DELIMITERS:
         if text.startswith(begin) and text.endswith(end) and len(text) >= len(begin) + len(end):
