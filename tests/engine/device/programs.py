@@ -1,0 +1,108 @@
+"""What the tests of this folder run in the process of the stand-in device: an engine there and one on the CPU."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from tests.engine.data import pass_for
+from tests.engine.device import stand_in
+from tests.engine.images.conftest import Parts, row_of
+from tests.engine.sampling.helpers import sample_request
+from tests.vision import END, START, picture
+from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult
+from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.model import loading
+from tinsmith.engine.torch_engine import TorchEngine
+
+ADAM = AdamParams(learning_rate=1e-2, eps=1e-6, grad_clip_norm=1.0)
+Numbers = dict[str, list[np.ndarray]]
+
+
+def engine_on_device(source: Path, **settings: Any) -> TorchEngine:
+    """An engine on the stand-in device."""
+    with patch.object(loading, "device_of", lambda _: stand_in.install()):
+        return engine_on_cpu(source, **settings)
+
+
+def engine_on_cpu(source: Path, **settings: Any) -> TorchEngine:
+    options = {"dtype": "float32", "check_memory": False, "threads": 1, "pass_tokens": 256, "device": "cpu", **settings}
+    return TorchEngine(EngineConfig(source=str(source), **options))
+
+
+def differences(
+    source: Path, work: Callable[[TorchEngine], Coroutine[Any, Any, Numbers]], **settings: Any
+) -> dict[str, float]:
+    """The largest difference between the device's numbers and the CPU's, by the name of a result; relative above 1."""
+    actual = asyncio.run(work(engine_on_device(source, **settings)))
+    expected = asyncio.run(work(engine_on_cpu(source, **settings)))
+    assert actual.keys() == expected.keys()
+    return {name: _largest(actual[name], expected[name]) for name in expected}
+
+
+def _largest(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
+    assert [array.shape for array in actual] == [array.shape for array in expected]
+    pairs = zip(actual, expected, strict=True)
+    return max(float((np.abs(left - right) / np.maximum(np.abs(right), 1)).max(initial=0)) for left, right in pairs)
+
+
+async def train_and_sample(engine: TorchEngine) -> Numbers:
+    """Two tenants' passes in one micro-batch, steps, and samples of both versions in one batch."""
+    for number in range(2):
+        await engine.create(f"m{number}", LoraSpec(rank=4, seed=number, train_mlp=engine.card.path == "fast"))
+    numbers: Numbers = {}
+    passes = [pass_for("ppo", f"m{number}", seed=number, config={"return_entropy": True}) for number in range(2)]
+    results = await _run(engine, passes)
+    numbers["logprobs"] = [row for result in results for row in result.logprobs]
+    numbers["entropies"] = [row for result in results for row in result.entropies or ()]
+    for number in range(2):
+        numbers[f"norm {number}"] = [np.array((await engine.step(f"m{number}", ADAM))["grad_norm"])]
+        await engine.capture(f"m{number}", f"v{number}")
+    requests = [
+        sample_request(version="v0", num_samples=2, max_tokens=5, temperature=0.7, top_p=0.9, top_k=40),
+        sample_request(version="v1", num_samples=2, max_tokens=5, prompt_logprobs=True, topk_prompt_logprobs=2),
+        sample_request(version="v1", max_tokens=3, temperature=0.0, topk_sample_logprobs=3),
+    ]
+    sampled = await asyncio.gather(*map(engine.sample, requests))
+    turn = sample_request([*requests[0].prompt, *sampled[0].sequences[0].tokens, 7, 8, 9], version="v0", max_tokens=2)
+    sequences = [sequence for result in (*sampled, await engine.sample(turn)) for sequence in result.sequences]
+    numbers["tokens"] = [sequence.tokens for sequence in sequences]
+    numbers["sampled logprobs"] = [sequence.logprobs for sequence in sequences]
+    return numbers
+
+
+async def train_and_sample_images(engine: TorchEngine) -> Numbers:
+    """A pass over rows with images, and samples after one."""
+    before, after = [5, 6, START], [END, 8, 9, 40, 41]
+    rows: list[Parts] = [[before, picture(0), after], [before, picture(0), [*after, START], picture(1, 64, 48), [END]]]
+    await engine.create("m", LoraSpec(rank=4, seed=0))
+    data = []
+    for tokens, images in map(row_of, rows):
+        learns = np.append(tokens[1:] >= 0, True).astype(np.float32)
+        targets = np.append(np.maximum(tokens[1:], 0), 7).astype(np.int64)
+        data.append(Datum(tokens=tokens, targets=targets, inputs={"weights": learns}, images=images))
+    [result] = await _run(engine, [Pass(model_id="m", data=tuple(data), loss_fn="cross_entropy")])
+    norm = (await engine.step("m", ADAM))["grad_norm"]
+    await engine.capture("m", "v")
+    tokens, images = row_of(rows[0])
+    sampled = await engine.sample(sample_request(tokens, images=images, version="v", max_tokens=6))
+    return {
+        "logprobs": list(result.logprobs),
+        "norm": [np.array(norm)],
+        "tokens": [sampled.sequences[0].tokens],
+        "sampled logprobs": [sampled.sequences[0].logprobs],
+    }
+
+
+async def _run(engine: TorchEngine, passes: Sequence[Pass]) -> list[PassResult]:
+    results = []
+    for result in await engine.run(passes):
+        if not isinstance(result, PassResult):
+            raise result
+        results.append(result)
+    return results
