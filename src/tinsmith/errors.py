@@ -5,6 +5,7 @@ of the Tinker protocol. `service.app` turns errors into HTTP responses; `cli` pr
 boundaries and must stay picklable: `args` contains only strings.
 
     TinsmithError            500 server   a bug here, or a failure of the machine
+    ├── InternalError        500 server   an exception that nothing handled
     ├── EngineError          500 server   an engine failed on a valid request
     │   └── EngineDied       500 server   the engine process exited; it is being restarted
     └── UserError            400 user     the request or the configuration is invalid
@@ -35,6 +36,14 @@ class TinsmithError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message} {self.hint}".rstrip()
+
+
+class InternalError(TinsmithError):
+    """An exception that nothing handled. The server's log has its traceback, with the `request_id`."""
+
+    def __init__(self, message: str, hint: str = "", *, request_id: str = "") -> None:
+        super().__init__(message, hint)
+        self.request_id = request_id
 
 
 class EngineError(TinsmithError):

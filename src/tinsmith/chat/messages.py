@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tinsmith.chat.strict_json import parse_json
 from tinsmith.errors import BadRequest, Unsupported
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -49,6 +50,8 @@ def _message(number: int, message: Mapping[str, Any], developer_role: bool, imag
     parsed = {
         key: value for key, value in message.items() if value is not None and key not in ("content", "tool_calls")
     }
+    for key in ("name", "tool_call_id"):
+        _check_text(f"{where}.{key}", parsed.get(key, ""))
     parsed["role"] = "system" if role == "developer" and not developer_role else role
     parsed["content"] = _content(f"{where}.content", message.get("content"), images)
     if calls := message.get("tool_calls"):
@@ -113,20 +116,32 @@ def content_text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
 def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
     """Tool calls with their arguments as objects: the API sends JSON text, templates read objects."""
     parsed = []
-    for call in calls if isinstance(calls, list) else [calls]:
+    for number, call in enumerate(calls if isinstance(calls, list) else [calls]):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
             raise BadRequest(
                 f"{where} holds an entry that is not a function call.", "Send {id, type, function}.", field=where
             )
-        parsed.append({**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}})
+        place = f"{where}[{number}]"
+        _check_text(f"{place}.id", call.get("id") or "")
+        _check_text(f"{place}.function.name", function.get("name"))
+        arguments = _arguments(f"{place}.function.arguments", function.get("arguments"))
+        parsed.append({**call, "function": {**function, "arguments": arguments}})
     return parsed
 
 
-def _arguments(arguments: Any) -> Any:
+def _check_text(where: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise BadRequest(f"{where} is not text.", "Send a string.", field=where)
+
+
+def _arguments(where: str, arguments: Any) -> Any:
+    """Arguments as an object; text that is not JSON at all stays text. Raises BadRequest."""
     if not isinstance(arguments, str):
         return arguments if arguments is not None else {}
     try:
-        return json.loads(arguments or "{}")
-    except ValueError:
+        return parse_json(arguments or "{}")
+    except json.JSONDecodeError:
         return arguments
+    except ValueError as error:
+        raise BadRequest(f"{where} is not JSON: {error}.", "Send the arguments as JSON text.", field=where) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from tinsmith.chat.messages import parse_messages, parse_tools
+from tinsmith.chat.strict_json import parse_json
 from tinsmith.errors import BadRequest, TinsmithError, Unsupported, UserError
 
 
@@ -54,9 +54,9 @@ KEY_CHARACTERS = 100
 def parse_json_object(body: bytes) -> dict[str, Any]:
     """Parse a request body. Raises BadRequest unless it is a JSON object."""
     try:
-        values = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"The body is not JSON: {error}", "Send a JSON object.") from error
+        values = parse_json(body)
+    except ValueError as error:
+        raise BadRequest(f"The body is not JSON: {error}.", "Send a JSON object.") from error
     if not isinstance(values, dict):
         raise BadRequest("The body is not a JSON object.", "Send a JSON object.")
     return values

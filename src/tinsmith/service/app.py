@@ -1,4 +1,4 @@
-"""The HTTP app of a running service: its routes, and the only place that turns errors into responses."""
+"""The HTTP app of a running service: its routes, and what answers their errors."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import logging
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from tinsmith.chat.request import describe_errors
-from tinsmith.errors import Busy, TinsmithError
+from tinsmith.errors import TinsmithError
 from tinsmith.service.dependencies import Service
 from tinsmith.service.frequent_routes import FrequentRoutes
 from tinsmith.service.middleware import RequestMiddleware, route_of
 from tinsmith.service.openai import routes as openai
-from tinsmith.service.openai.schemas import is_openai_path, openai_error, openai_error_of
 from tinsmith.service.routes import (
     admin,
     base_models,
@@ -30,6 +29,8 @@ from tinsmith.service.routes import (
     sessions,
     training,
 )
+from tinsmith.service.wire.errors import as_tinsmith_error, error_json, error_response
+from tinsmith.service.wire.json_response import SafeJSONResponse
 
 log = logging.getLogger(__name__)
 
@@ -54,28 +55,29 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(TinsmithError, _tinsmith_error)
     app.add_exception_handler(HTTPException, _routing_error)
     app.add_exception_handler(RequestValidationError, _parameter_error)
+    app.add_exception_handler(Exception, _unforeseen_error)
     return app
 
 
-async def _tinsmith_error(request: Request, error: Exception) -> JSONResponse:
+async def _tinsmith_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TinsmithError)
     log.info("%s %s refused with %d: %s", request.method, route_of(request.scope), error.status, error)
-    headers = {"retry-after-ms": str(error.retry_after_ms)} if isinstance(error, Busy) else None
-    if error.status == 401:
-        headers = {"WWW-Authenticate": 'ApiKey error="invalid_token"'}  # the SDK exchanges its token for a new one
-    if is_openai_path(request.url.path):
-        return JSONResponse(openai_error_of(error), error.status, headers)
-    return JSONResponse({"detail": str(error), "category": error.category}, error.status, headers)
+    return error_response(request.url.path, error)
 
 
-async def _routing_error(request: Request, error: Exception) -> JSONResponse:
+async def _routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     detail = f"{request.method} {request.url.path} is not served here: {error.detail}."
-    is_openai = is_openai_path(request.url.path)
-    body = openai_error(detail, error.status_code, "not_served") if is_openai else {"detail": detail}
-    return JSONResponse(body, status_code=error.status_code)
+    body = error_json(request.url.path, detail, error.status_code, code="not_served")
+    return SafeJSONResponse(body, error.status_code)
 
 
-async def _parameter_error(_request: Request, error: Exception) -> JSONResponse:
+async def _parameter_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return JSONResponse({"detail": describe_errors(error.errors())}, status_code=400)
+    return SafeJSONResponse(error_json(request.url.path, describe_errors(error.errors()), 400), 400)
+
+
+async def _unforeseen_error(request: Request, error: Exception) -> Response:
+    """What fails outside of RequestMiddleware, which answers all else."""
+    place = f"{request.method} {route_of(request.scope)}"
+    return error_response(request.url.path, as_tinsmith_error(error, place))

@@ -1,4 +1,4 @@
-"""Middleware of every HTTP request: timing, log context, and 503 for new work while the server drains.
+"""Middleware of every HTTP request: timing, log context, the last answer to errors, and 503 while the server drains.
 
 The 503 carries retry-after, so that the SDK and other clients retry until they reach the next server.
 """
@@ -17,6 +17,7 @@ from tinsmith.service.observability.logs import HttpLogContext
 from tinsmith.service.observability.metrics import Telemetry
 from tinsmith.service.sampling import Sampling
 from tinsmith.service.training.worker import Worker
+from tinsmith.service.wire.errors import ENDINGS, as_tinsmith_error, error_json, error_response
 
 SERVED_WHILE_DRAINING = (
     "retrieve_future",
@@ -55,7 +56,7 @@ class Drain:
 
 
 class RequestMiddleware:
-    """ASGI middleware: measures and logs requests, refuses new work while draining."""
+    """ASGI middleware: measures and logs requests, refuses new work while draining, answers unforeseen errors."""
 
     def __init__(self, app: ASGIApp, telemetry: Telemetry, drain: Drain) -> None:
         self._app = app
@@ -83,6 +84,12 @@ class RequestMiddleware:
                 raise
             if not has_started:  # the server ends requests that outlast the drain
                 await _refuse(scope, receive, record_status)
+        except ENDINGS:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the last that sees it: uvicorn would answer in plain text
+            failure = as_tinsmith_error(error, f"{_method_of(scope)} {route_of(scope)}")
+            if not has_started:  # uvicorn closes the connection of a response that is not complete
+                await error_response(scope["path"], failure)(scope, receive, record_status)
         finally:
             self._telemetry.http_finished(_method_of(scope), route_of(scope), status, time.perf_counter() - start)
 
@@ -104,5 +111,6 @@ def _is_new_work(scope: Scope) -> bool:
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    detail = {"detail": "This server is shutting down and accepts no new work. Retry.", "category": "server"}
-    await JSONResponse(detail, status_code=503, headers={"retry-after": "1"})(scope, receive, send)
+    message = "This server is shutting down and accepts no new work. Retry."
+    body = error_json(scope["path"], message, 503, category="server")
+    await JSONResponse(body, status_code=503, headers={"retry-after": "1"})(scope, receive, send)

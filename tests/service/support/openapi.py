@@ -25,10 +25,19 @@ REF = "#/components/schemas/{model}"
 BINARY = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 
+def paths() -> dict[str, dict[str, Any]]:
+    """Operations of the schema by path and method: all routes."""
+    return _made()["paths"]
+
+
+def _made() -> dict[str, Any]:
+    app = create_app(SimpleNamespace(telemetry=None, drain=None))  # type: ignore[arg-type]
+    return get_openapi(title="Tinsmith", version="1", openapi_version="3.1.0", routes=app.routes)
+
+
 def schema(ids: Mapping[str, str]) -> dict[str, Any]:
     """The schema. `ids` maps a field or parameter to an existing id, which half of the requests use."""
-    app = create_app(SimpleNamespace(telemetry=None, drain=None))  # type: ignore[arg-type]
-    made = get_openapi(title="Tinsmith", version="1", openapi_version="3.1.0", routes=app.routes)
+    made = _made()
     parsed = dict(_parsed())
     for path, operations in made["paths"].items():
         for method, operation in operations.items():
@@ -39,21 +48,25 @@ def schema(ids: Mapping[str, str]) -> dict[str, Any]:
             ]
             if method in ("get", "head", "delete"):
                 continue
-            kind = parsed.get(operation["operationId"].removesuffix(f"_{method}"), _by_path(path))
+            kind = _body_type(parsed, path, method, operation)
             operation["requestBody"] = {"content": _content(made, kind, ids) if kind else BINARY}
     return made
 
 
 def bodies() -> Iterator[tuple[str, type[schemas.WireModel]]]:
     """Path and body type of each route with a JSON body, parameters in braces."""
-    app = create_app(SimpleNamespace(telemetry=None, drain=None))  # type: ignore[arg-type]
     parsed = dict(_parsed())
-    for route in app.routes:
-        if isinstance(route, APIRoute) and route.methods <= {"POST", "PUT"}:
-            name = re.sub(r"\W", "_", f"{route.name}{route.path}")
-            kind = parsed.get(name, _by_path(route.path))
+    for path, operations in paths().items():
+        for method, operation in operations.items():
+            kind = _body_type(parsed, path, method, operation) if method in ("post", "put") else None
             if kind is not None:
-                yield route.path, kind
+                yield path, kind
+
+
+def _body_type(
+    parsed: Mapping[str, type[schemas.WireModel]], path: str, method: str, operation: Mapping[str, Any]
+) -> type[schemas.WireModel] | None:
+    return parsed.get(operation["operationId"].removesuffix(f"_{method}"), _by_path(path))
 
 
 def _parsed() -> Iterator[tuple[str, type[schemas.WireModel]]]:

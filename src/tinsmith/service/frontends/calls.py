@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 
+from tinsmith.errors import InternalError, TinsmithError
 from tinsmith.service.frontends.messages import (
     BodyPart,
     ForwardedRequest,
@@ -18,8 +18,7 @@ from tinsmith.service.frontends.messages import (
     ResponseStart,
 )
 from tinsmith.service.wire.decoding import DECODED
-
-log = logging.getLogger(__name__)
+from tinsmith.service.wire.errors import as_tinsmith_error, error_response
 
 UNWRITTEN_PARTS = 8
 """Parts of a response that may be on their way: a client that reads slowly must not fill the core's memory."""
@@ -65,15 +64,17 @@ class ForwardedCall:
 
     async def run(self, app: ASGIApp) -> None:
         """Call the application. If it fails, the client gets a 500, or its connection closes."""
+        failure: TinsmithError = InternalError("The server did not complete this request.")
         try:
             await app(self._scope, self._receive, self._send)
-        except Exception:
-            log.exception("A request failed.")
+        except Exception as error:  # noqa: BLE001 - it is answered
+            failure = as_tinsmith_error(error, "A request")
         finally:
             if not self._is_complete and not self._has_started:
-                body = b'{"detail": "Internal error.", "category": "server"}'
-                headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-                self._send_message(ResponseStart(self._number, 500, headers, body, more=False))
+                response = error_response(self._scope["path"], failure)
+                self._send_message(
+                    ResponseStart(self._number, failure.status, response.raw_headers, bytes(response.body), more=False)
+                )
             elif not self._is_complete:
                 self._send_message(ResponseAborted(self._number))
 

@@ -31,6 +31,7 @@ from tinsmith.service.frontends.messages import (
 )
 from tinsmith.service.limits.parsing import Parsers
 from tinsmith.service.wire.decoding import decode_pass_body, pack
+from tinsmith.service.wire.errors import error_json
 from tinsmith.service.wire.protobuf import MAX_BODY_BYTES
 from tinsmith.service.wire.sample_request import decode_sample
 
@@ -256,5 +257,5 @@ def _head(scope: Scope) -> Head:
 
 
 async def _unavailable(scope: Scope, receive: Receive, send: Send) -> None:
-    detail = {"detail": "The server is restarting. Retry.", "category": "server"}
-    await JSONResponse(detail, status_code=503, headers={"retry-after": "1"})(scope, receive, send)
+    body = error_json(scope["path"], "The server is restarting. Retry.", 503, category="server")
+    await JSONResponse(body, status_code=503, headers={"retry-after": "1"})(scope, receive, send)

@@ -13,6 +13,7 @@ import pickle
 import resource
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -41,7 +42,8 @@ class Parsers:
     async def run(self, size: int, parse: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
         """Return the function's result. It runs in a worker if `size` bytes are more than LARGE_BYTES.
 
-        The function must be importable by name, and raise only Tinsmith's errors. Raises Busy if the worker dies.
+        The function must be importable by name. Raises Tinsmith's errors as they are, others as a RuntimeError with the
+        traceback, and Busy if the worker dies.
         """
         if size <= LARGE_BYTES:
             return parse(*args, **options)
@@ -111,8 +113,8 @@ def main() -> None:
                 reply = True, error
             except MemoryError:
                 reply = True, TooLarge("The body needs too much memory to be parsed.", "Send less in one request.")
-            except Exception as error:  # noqa: BLE001 - a bug fails this request alone
-                reply = True, TinsmithError(f"The body cannot be parsed: {type(error).__name__}: {error}")
+            except Exception as error:  # noqa: BLE001 - a bug fails this request alone; its class may not be picklable
+                reply = True, RuntimeError("".join(traceback.format_exception(error)))
             pickle.dump(reply, replies, protocol=pickle.HIGHEST_PROTOCOL)
             replies.flush()
 

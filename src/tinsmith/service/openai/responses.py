@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -14,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from tinsmith.engine.base import SampledSequence, SampleResult, SequenceDelta, TopK
-from tinsmith.errors import TinsmithError
 from tinsmith.service.openai.requests import PreparedRequest
 from tinsmith.service.openai.sampling import ChoiceDecoder, FinishReason, SampleEvent, TextDelta
-from tinsmith.service.openai.schemas import openai_error_of
+from tinsmith.service.wire.errors import ENDINGS, as_tinsmith_error, openai_error_of
+from tinsmith.service.wire.json_response import encode_json
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON has no number for."""
@@ -270,19 +269,21 @@ async def event_stream(
     `opening` are choices sent first, the first of them with `extra_fields` in its chunk.
     """
     no_usage = {"usage": None} if call.body.stream_options.include_usage else {}
-    for choice in opening:
-        yield _event({**response_head(call, kind), "choices": [choice], **no_usage, **extra_fields})
-        extra_fields = {}
     totals = StreamTotals()
     try:
+        for choice in opening:
+            yield _event({**response_head(call, kind), "choices": [choice], **no_usage, **extra_fields})
+            extra_fields = {}
         async with aclosing(choice_deltas(call, samples, totals)) as deltas:
             async for delta in deltas:
                 yield _event({**response_head(call, kind), "choices": [render(call, delta)], **no_usage})
         if no_usage:
             counts = usage(call, totals.results, totals.tokens)
             yield _event({**response_head(call, kind), "choices": [], "usage": counts})
-    except TinsmithError as error:
-        yield _event(openai_error_of(error))
+    except ENDINGS:
+        raise
+    except BaseException as error:  # noqa: BLE001 - the client of a stream has no other answer
+        yield _event(openai_error_of(as_tinsmith_error(error, f"The stream {call.id}")))
     yield "data: [DONE]\n\n"
 
 
@@ -292,4 +293,4 @@ def _has_output(call: PreparedRequest, choice: ChoiceDelta) -> bool:
 
 
 def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {encode_json(body)}\n\n"

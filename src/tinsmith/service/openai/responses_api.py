@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,12 +10,14 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from tinsmith.engine.base import SampleResult
-from tinsmith.errors import BadRequest, TinsmithError, UserError
+from tinsmith.errors import BadRequest, UserError
 from tinsmith.service.openai.requests import PreparedRequest, new_id
 from tinsmith.service.openai.response_items import call_item, chat_messages, chat_tools, message_item, text_part
 from tinsmith.service.openai.responses import ChoiceDelta, StreamTotals, choice_deltas, sampled_tokens, whole_choice
 from tinsmith.service.openai.sampling import SampleEvent
 from tinsmith.service.openai.schemas import ChatBody, Name
+from tinsmith.service.wire.errors import ENDINGS, as_tinsmith_error
+from tinsmith.service.wire.json_response import encode_json
 from tinsmith.service.wire.schemas import WireModel, invalid_body
 
 _RESPONSES_FIELDS = {
@@ -152,7 +153,7 @@ class _Events:
         """One server-sent event."""
         body = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        return f"event: {kind}\ndata: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        return f"event: {kind}\ndata: {encode_json(body)}\n\n"
 
     def more_text(self, delta: str) -> Iterator[str]:
         """More text; the first begins a message."""
@@ -196,9 +197,9 @@ async def response_events(
 ) -> AsyncGenerator[str]:
     """Server-sent events of a response: text as it is sampled, function calls when they are complete."""
     events, totals = _Events(), StreamTotals()
-    for kind in ("response.created", "response.in_progress"):
-        yield events.event(kind, response=_response(body, call, [], None, None))
     try:
+        for kind in ("response.created", "response.in_progress"):
+            yield events.event(kind, response=_response(body, call, [], None, None))
         async for choice in choice_deltas(call, samples, totals):
             for event in _choice_events(events, choice):
                 yield event
@@ -206,9 +207,12 @@ async def response_events(
                 usage = _usage(call, totals.results, totals.tokens)
                 whole = _response(body, call, events.items, choice, usage)
                 yield events.event(f"response.{whole['status']}", response=whole)
-    except TinsmithError as error:
+    except ENDINGS:
+        raise
+    except BaseException as error:  # noqa: BLE001 - the client of a stream has no other answer
+        message = str(as_tinsmith_error(error, f"The stream {call.id}"))
         failed = _response(body, call, events.items, None, None)
-        failed |= {"status": "failed", "error": {"code": "server_error", "message": str(error)}}
+        failed |= {"status": "failed", "error": {"code": "server_error", "message": message}}
         yield events.event("response.failed", response=failed)
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tinsmith.engine.base import SampledSequence, SampleRequest, SampleResult
@@ -47,6 +47,7 @@ from tinsmith.service.openai.responses_api import ResponsesBody, naming_fields, 
 from tinsmith.service.openai.sampling import SampleCalls, TextDelta, sample_all, stream_samples
 from tinsmith.service.openai.schemas import ChatBody, CompletionBody, GenerateBody, GenerateParams, naming, parse_exact
 from tinsmith.service.results.routed_experts import recorded_experts
+from tinsmith.service.wire.json_response import SafeJSONResponse
 
 router = APIRouter()
 generate_router = APIRouter()
@@ -117,7 +118,7 @@ async def chat_completions(http: Request, owner: Owner, service: ServiceDep, bod
         "choices": [chat_choice(call, choice) for choice in choices],
         "usage": usage(call, sampled, sampled_tokens(sampled)),
     }
-    return JSONResponse(response | extra_fields)
+    return SafeJSONResponse(response | extra_fields)
 
 
 def _chat_opening(call: PreparedRequest) -> list[dict[str, Any]]:
@@ -143,7 +144,7 @@ async def completions(http: Request, owner: Owner, service: ServiceDep, body: Pr
                 choice = _with_prompt(call.echoed[at], request, result, choice)
             choices.append(text_choice(call, choice) | _prompt_ids(text, request))
     counts = usage(call, sampled, sampled_tokens(sampled) if text.max_tokens else 0)
-    return JSONResponse({**response_head(call, "text_completion"), "choices": choices, "usage": counts})
+    return SafeJSONResponse({**response_head(call, "text_completion"), "choices": choices, "usage": counts})
 
 
 def _with_prompt(
@@ -206,7 +207,7 @@ async def responses(http: Request, owner: Owner, service: ServiceDep, body: Prom
             samples = await stream_samples(http, service.sampling, call.calls)
             return _EventResponse(response_events(request, call, samples))
         (sampled,) = await sample_all(http, service.sampling, call.calls)
-    return JSONResponse(whole_response(request, call, sampled))
+    return SafeJSONResponse(whole_response(request, call, sampled))
 
 
 class _EventResponse(StreamingResponse):

@@ -1,4 +1,4 @@
-"""Request bodies of the OpenAI API and of vLLM's /inference/v1/generate, and the API's error bodies.
+"""Request bodies of the OpenAI API and of vLLM's /inference/v1/generate.
 
 A field that could change the result is implemented or rejected by name; fields without effect on the result (user id,
 routing hints) are accepted.
@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 
-from tinsmith.chat.request import ChatRequest, error_body, error_code, error_param, parse_json_object, select_fields
+from tinsmith.chat.request import ChatRequest, parse_json_object, select_fields
 from tinsmith.engine.validation import did_you_mean
-from tinsmith.errors import BadRequest, TinsmithError, TooLarge, UserError
+from tinsmith.errors import BadRequest, TooLarge, UserError
 from tinsmith.service.wire.schemas import Numbers, WireModel, parse
 
 Name = Annotated[str, Field(max_length=1024)]
@@ -146,17 +146,6 @@ def _check_values(values: Any) -> None:
             raise TooLarge(f"The body holds over {MAX_VALUES} objects, lists and texts.", "Send fewer in one request.")
 
 
-PREFIXES = ("/v1/", "/oai/api/v1/", "/inference/v1/")
-_PARAMS = {"num_samples": "n", "topk_sample_logprobs": "logprobs", "topk_prompt_logprobs": "logprobs"}
-"""Names of the engine's fields in the OpenAI API."""
-_CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
-
-
-def is_openai_path(path: str) -> bool:
-    """Whether clients of `path` expect errors in the OpenAI API's form."""
-    return path.startswith(PREFIXES)
-
-
 @contextmanager
 def naming(field: str) -> Iterator[None]:
     """Errors that are raised in the block, and name no field, concern this one."""
@@ -165,14 +154,3 @@ def naming(field: str) -> Iterator[None]:
     except UserError as error:
         error.field = error.field or field
         raise
-
-
-def openai_error(message: str, status: int, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """JSON body of an error with the code that belongs to `status`, unless `code` is given."""
-    return error_body(message, status, code or _CODES.get(status), param)
-
-
-def openai_error_of(error: TinsmithError) -> dict[str, Any]:
-    """JSON body of one of Tinsmith's errors."""
-    field = error_param(error)
-    return openai_error(str(error), error.status, error_code(error), _PARAMS.get(field, field) if field else None)
