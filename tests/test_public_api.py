@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import httpx
@@ -44,6 +45,10 @@ def test_every_public_name_can_be_imported() -> None:
         name: name for name in tinsmith.__all__
     }
     assert dir(tinsmith) == tinsmith.__all__
+
+
+def test_version_is_that_of_the_package() -> None:
+    assert tinsmith.__version__ == version("tinsmith")
 
 
 def test_import_is_lazy() -> None:

@@ -1,15 +1,19 @@
 """Tinsmith: RL post-training of language models on the Tinker API, whole.
 
-Everything in `__all__` is the public API: what plugins, notebooks and scripts import (docs/reference/api.md). Names are
-imported on first use, so `import tinsmith` is fast and needs neither torch nor the SDK.
+Everything in `__all__`, and `__version__`, is the public API: what plugins, notebooks and scripts import
+(docs/reference/api.md). Names are imported on first use, so `import tinsmith` is fast and needs neither torch nor the
+SDK.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
+
     from tinsmith.rl.config import RunConfig
     from tinsmith.rl.environments.base import EnvironmentOptions
     from tinsmith.rl.monitors.jsonl import read_metrics
@@ -91,6 +95,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("tinsmith")
     if name not in _MODULES:
         raise AttributeError(f"module 'tinsmith' has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

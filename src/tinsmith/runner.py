@@ -35,7 +35,7 @@ from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import END_S, embedded
 from tinsmith.service.storage.folder_lock import is_locked
 from tinsmith.settings import changed_keys
-from tinsmith.terminal import new_console
+from tinsmith.terminal import in_notebook, new_console, waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +59,8 @@ class TrainResult:
 def train(run: RunConfig | Path | str, *overrides: str) -> TrainResult:
     """Train a run file to its end, or resume it, as `tinsmith run` does.
 
-    `run` is a file in any supported format, or a RunConfig; `overrides` are settings such as "steps=20". Raises
-    TinsmithError.
+    `run` is a file in any supported format, or a RunConfig; `overrides` are settings such as "steps=20". It may be
+    called in a notebook, and wherever else an event loop runs. Raises TinsmithError.
 
     Example: train("addition.yaml", "steps=20").sampling_path
     """
@@ -133,8 +133,8 @@ def run_to_end(config: RunConfig, console: Console, stop: StopSignal) -> tuple[R
 
 
 def _console() -> Console:
-    """A console that stays silent unless it writes to a terminal."""
-    return new_console(quiet=not sys.stdout.isatty())
+    """A console that stays silent unless it writes to a terminal or a notebook."""
+    return new_console(quiet=not (sys.stdout.isatty() or in_notebook()))
 
 
 def connecting_to(
@@ -148,7 +148,7 @@ def connecting_to(
 
     def connecting(stage: RunConfig) -> Connect:
         async def connect(state: str, version: int) -> TinkerPolicy:
-            with console.status(_awaited(settings, stage.model.name)):
+            with waiting(console, _awaited(settings, stage.model.name)):
                 if not addresses:
                     addresses.append(await asyncio.to_thread(stack.enter_context, server(settings)))
                 base_url, api_key = addresses[0]

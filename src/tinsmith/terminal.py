@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+NOTEBOOK_COLUMNS = 120
+"""Width of the output of a cell."""
+
 
 def new_console(**options: Any) -> Console:
-    """A console without emoji codes: ids such as SESSION:train:0 and texts of models are printed as they are."""
+    """A console without emoji codes: ids such as SESSION:train:0 and texts of models are printed as they are.
+
+    In a notebook it writes plain lines: a cell is no terminal, whatever its kernel's variables say, and Rich's widgets
+    there need a package that may be missing.
+    """
     from rich.console import Console
 
-    return Console(**options, emoji=False)
+    if in_notebook():
+        options = {"force_terminal": False, "width": NOTEBOOK_COLUMNS, **options}
+    return Console(**options, emoji=False, force_jupyter=False)
+
+
+def in_notebook() -> bool:
+    """Whether this code runs in IPython, as a cell of a notebook does: what is printed appears below the cell."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and ipython.get_ipython() is not None
+
+
+def waiting(console: Console, text: str) -> AbstractContextManager[Any]:
+    """Show what a block waits for: while it lasts in a terminal, else as a line."""
+    if console.is_terminal:
+        return console.status(text)
+    console.print(text, highlight=False, soft_wrap=True)
+    return nullcontext()

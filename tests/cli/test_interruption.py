@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from rich.console import Console
 
 from tests.cli.test_commands import (
     PACE,
@@ -23,7 +24,11 @@ from tests.cli.test_commands import (
     tinsmith,
     wait_for,
 )
+from tests.rl.scripted_run import settings
 from tinsmith.cli import STOPPED_EARLY
+from tinsmith.cli.runner import train
+from tinsmith.rl.run_folder import RandomStates, State
+from tinsmith.rl.run_folder.state import write_state
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -78,6 +83,7 @@ def test_second_ctrl_c_ends_at_once_and_leaves_nothing_running(work):
             wait_for(lambda text=text: text in (work / "ended.log").read_text(), work / "ended.log")
             process.send_signal(signal.SIGINT)
         assert process.wait(100) == 130
+    assert "tried to end the run" not in (work / "ended.log").read_text()
     with (work / "runs" / "ended" / "service" / "lock").open() as lock:
         wait_for(lambda: _is_free(lock), work / "ended.log")
 
@@ -119,6 +125,20 @@ def test_time_limit_of_the_command_stops_the_run(work):
     assert stopped.returncode == STOPPED_EARLY, stopped.stderr
     assert f"stopped by its time limit after step 0 of {STEPS}" in " ".join(stopped.stderr.split())
     assert "with folder=runs/limited resume=true continues" in " ".join(stopped.stderr.split())
+
+
+def test_interruption_says_from_where_the_command_resumes(tmp_path, monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tinsmith.runner.run_to_end", interrupted)
+    run = settings(tmp_path)
+    with pytest.raises(KeyboardInterrupt, match=r"^the same command starts again: no checkpoint was saved yet$"):
+        train(run, Console(quiet=True))
+    state = State(step=3, version=3, cursor=6, path="tinker://x/weights/step-000003", random=RandomStates.capture())
+    write_state(tmp_path / "state.json", state)
+    with pytest.raises(KeyboardInterrupt, match=r"^the same command resumes from the last checkpoint, after step 3$"):
+        train(run, Console(quiet=True))
 
 
 def test_interrupted_check_prints_nothing_about_resuming(capsys, monkeypatch):

@@ -5,7 +5,7 @@ Imports stand inside the functions, so that --help is fast.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,7 +31,7 @@ def train(settings: RunConfig, console: Console, *, always_new_folder: bool = Fa
     settings = with_fresh_folder(settings)
     needs_folder = always_new_folder or settings.resume is not True
     stop = stop_signal(settings)
-    with _resume_hint(settings, "resumes from the last checkpoint", needs_folder=needs_folder):
+    with _resume_hint(settings, lambda: _place_to_resume(settings), needs_folder=needs_folder):
         stage, state = run_to_end(settings, console, stop)
     if stop.stopped_at:
         raise StoppedEarly(
@@ -63,13 +63,14 @@ def sample(settings: RunConfig, console: Console) -> None:
     from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients
     from tinsmith.rl.run import folder_path, with_fresh_folder
     from tinsmith.runner import server, stop_signal
+    from tinsmith.terminal import waiting
 
     stop = stop_signal(settings)
     with ExitStack() as stack, stop.at_signals():
         watch = ServerWatch(settings.model.wait)
 
         async def connect() -> TinkerSamplingClients:
-            with console.status(f"Connecting to {settings.model.name}"):
+            with waiting(console, f"Connecting to {escape(settings.model.name)}"):
                 base_url, api_key = await asyncio.to_thread(stack.enter_context, server(settings))
                 return await TinkerSamplingClients.connect(settings.model, base_url, api_key, watch)
 
@@ -81,8 +82,8 @@ def sample(settings: RunConfig, console: Console) -> None:
             fresh = with_fresh_folder(settings, "bench")
             event_loop.run(watched(bench(fresh, connect, console, of=folder_path(settings), stop=stop)))
         else:
-            where = "continues after the last batch in the buffer"
-            with _resume_hint(settings, where, needs_folder=settings.resume is not True):
+            where = "continues after the last batch in the buffer, or with the first"
+            with _resume_hint(settings, lambda: where, needs_folder=settings.resume is not True):
                 count = event_loop.run(watched(explore(settings, connect, console, stop)))
             console.print(f"{escape(settings.name)}: sampled {counted(count, 'batch')}", highlight=False)
     if stop.stopped_at:
@@ -95,13 +96,27 @@ def sample(settings: RunConfig, console: Console) -> None:
 
 
 @contextmanager
-def _resume_hint(settings: RunConfig, where: str, *, needs_folder: bool) -> Iterator[None]:
-    """Make an interruption say how to resume the run, and where that is."""
+def _resume_hint(settings: RunConfig, where: Callable[[], str], *, needs_folder: bool) -> Iterator[None]:
+    """Make an interruption say how to resume the run, and where that is by then."""
     try:
         yield
     except KeyboardInterrupt:
         words = _folder_words(settings, needs_folder=needs_folder)
-        raise KeyboardInterrupt(f"the same command{words} {where}") from None
+        raise KeyboardInterrupt(f"the same command{words} {where()}") from None
+
+
+def _place_to_resume(settings: RunConfig) -> str:
+    """What the same command does after an interruption: it continues from the last checkpoint, if there is one."""
+    from tinsmith.rl.run import folder_path
+    from tinsmith.rl.run_folder import read_state
+
+    stages = [settings.stage_config(number) for number in range(1, len(settings.stages) + 1)] or [settings]
+    saved = [(stage, state) for stage in stages if (state := read_state(folder_path(stage))) is not None]
+    if not saved:
+        return "starts again: no checkpoint was saved yet"
+    stage, state = saved[-1]
+    of_stage = f" of stage {stage.name.rpartition(' ')[2]}" if settings.stages else ""
+    return f"resumes from the last checkpoint, after step {state.step}{of_stage}"
 
 
 def _folder_words(settings: RunConfig, *, needs_folder: bool) -> str:

@@ -107,7 +107,7 @@ def _opened(config: RunConfig) -> Iterator[RunFolder]:
             raise
         raise TinsmithError(
             f"The run folder {folder.path} cannot be written: {error.strerror}.",
-            "Free space on its disk; the same command then continues from the last checkpoint.",
+            "Free space on its disk; the same command then continues from the last checkpoint, if there is one.",
         ) from error
     finally:
         folder.close()
@@ -122,12 +122,13 @@ async def _started(
     data: RunData,
     stop: StopSignal | None = None,
 ) -> AsyncIterator[Run]:
+    stop = stop or StopSignal()
     with logs.log_to_folder(folder.path, config.log_level):
         monitors.announce(config.monitors, folder.path, console)
-        async with assemble(config, folder, connect, console, data, stop or StopSignal()) as run:
+        async with assemble(config, folder, connect, console, data, stop) as run:
             start = run.steps().start
             log.info("%s: starting at step %d of %d, in %s", config.name, start, config.steps, folder.path)
             if 1 < start <= config.steps:
                 console.print(f"[dim]continuing at step {start} of {config.steps}[/]", highlight=False)
-            with watch_event_loop(config.rollout.max_blocking):
+            with watch_event_loop(config.rollout.max_blocking, keep_signals=stop.watches_signals):
                 yield run

@@ -47,6 +47,8 @@ class StopSignal:
         self._end = None if time_limit is None else clock() + time_limit
         self._requested_at = 0.0
         self._begun = self._interrupted = self._terminated = False
+        self.watches_signals = False
+        """Whether SIGTERM and Ctrl-C request a stop now."""
         self._exit: threading.Timer | None = None
         self._ending = ""
         self.reason = ""
@@ -108,9 +110,11 @@ class StopSignal:
             yield
             return
         previous = {number: signal.signal(number, self._received) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.watches_signals = True
         try:
             yield
         finally:
+            self.watches_signals = False
             if self._exit is not None:
                 self._exit.cancel()
             for number, action in previous.items():
@@ -133,8 +137,9 @@ class StopSignal:
             message = f"\nCtrl-C: {self._ending}; Ctrl-C again ends it at once\n"
             os.write(2, message.encode())  # sys.stderr cannot be used while the code that was interrupted uses it
         else:
-            self._exit = threading.Timer(END_SECONDS, os._exit, [130])
-            self._exit.daemon = True
-            self._exit.start()
+            if self._exit is None:
+                self._exit = threading.Timer(END_SECONDS, os._exit, [130])
+                self._exit.daemon = True
+                self._exit.start()
             raise Interrupted
         self._interrupted = True

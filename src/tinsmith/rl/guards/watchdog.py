@@ -4,7 +4,8 @@ While code blocks the event loop, no rollout, no timeout and no request of the r
 time of the loop's last turn. After `WARN_SECONDS` it logs where the code is; after `limit` seconds the code is
 interrupted by an exception, which fails its rollout. A call into a C library is interrupted when it returns.
 
-The watchdog also restores the working directory and what SIGINT and SIGTERM do if user code changed them.
+The watchdog also restores the working directory and, for a run that stops at SIGINT and SIGTERM, what these do, if user
+code changed them.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def watch_event_loop(limit: float, *, warn: float = WARN_SECONDS) -> Iterator[None]:
+def watch_event_loop(limit: float, *, warn: float = WARN_SECONDS, keep_signals: bool = True) -> Iterator[None]:
     """Watch the running event loop during a block; interrupt user code that blocks it for `limit` seconds.
 
-    Outside of the main thread, code is not interrupted.
+    Outside of the main thread, code is not interrupted. Without `keep_signals`, the block may change what SIGINT and
+    SIGTERM do, as a notebook does with each cell.
     """
-    watchdog = _Watchdog(asyncio.get_running_loop(), limit, min(warn, limit))
+    watchdog = _Watchdog(asyncio.get_running_loop(), limit, min(warn, limit), keep_signals)
     watchdog.start()
     try:
         yield
@@ -48,7 +50,7 @@ def watch_event_loop(limit: float, *, warn: float = WARN_SECONDS) -> Iterator[No
 
 
 class _Watchdog:
-    def __init__(self, loop: asyncio.AbstractEventLoop, limit: float, warn: float) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit: float, warn: float, keep_signals: bool) -> None:
         self._loop, self._limit, self._warn = loop, limit, warn
         self._owner = threading.get_ident()
         self._in_main = threading.current_thread() is threading.main_thread()
@@ -57,7 +59,8 @@ class _Watchdog:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="event-loop-watchdog", daemon=True)
         self._folder = os.getcwd()
-        self._actions = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = (signal.SIGINT, signal.SIGTERM) if keep_signals and self._in_main else ()
+        self._actions = {number: signal.getsignal(number) for number in numbers}
 
     def start(self) -> None:
         if self._in_main:
@@ -87,7 +90,7 @@ class _Watchdog:
             log.warning("User code changed the working directory to %s; it is %s again", folder, self._folder)
             os.chdir(self._folder)
         for number, action in self._actions.items():
-            if self._in_main and signal.getsignal(number) is not action:
+            if signal.getsignal(number) is not action:
                 log.warning("User code changed what %s does; it is restored", signal.Signals(number).name)
                 signal.signal(number, action)
 

@@ -66,7 +66,8 @@ class ConsoleMonitor(Monitor):
 
     @override
     def close(self) -> None:
-        self._progress.stop()
+        if self._console.is_terminal:  # otherwise it would print an empty line
+            self._progress.stop()
 
     def _line(self, step: int, values: Mapping[str, float]) -> str:
         width = len(str(self._info.steps))

@@ -61,7 +61,7 @@ async def translate_errors(action: str, not_found: str = "") -> AsyncIterator[No
             raise
         raise TinsmithError(
             f"The server has lost a request while {action}: {error}",
-            "The same command continues from the last checkpoint.",
+            "The same command continues from the last checkpoint, if there is one.",
         ) from error
     except tinker.TinkerError as error:
         raise TinsmithError(f"No response from the server while {action}: {error}") from error

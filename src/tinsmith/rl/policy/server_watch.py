@@ -102,7 +102,7 @@ class ServerWatch:
                     self._lost = TinsmithError(
                         f"The server at {self._url} has not responded for {_length(away)} ({fault}), longer than "
                         f"model.wait ({_length(self._wait)}).",
-                        "Start it again; the same command then continues from the last checkpoint.",
+                        "Start it again; the same command then continues from the last checkpoint, if there is one.",
                     )
                     owner.cancel()
                     return

@@ -25,6 +25,7 @@ from typing import Any, overload
 from typing_extensions import override
 
 from tinsmith.errors import UserError
+from tinsmith.rl.guards import event_loop
 from tinsmith.rl.plugins import import_object
 from tinsmith.rl.workflows.base import AdaptedWorkflow, WorkflowOptions
 from tinsmith.rllm.flows.records import AgentConfig, EvalOutput, Task, episode_of, output_of
@@ -50,8 +51,8 @@ class AgentFlow(AdaptedWorkflow):
         return episode_of(result, task, self.name)
 
     def run(self, task: Task, config: AgentConfig) -> Episode:
-        """The episode of a task, where no event loop runs."""
-        return asyncio.run(self.arun(task, config))
+        """The episode of a task; the caller waits for it."""
+        return event_loop.run(self.arun(task, config))
 
     def __call__(self, task: Task, config: AgentConfig) -> Any:
         """Call the function itself."""
@@ -81,8 +82,8 @@ class Evaluator:
         return output_of(await asyncio.get_running_loop().run_in_executor(executor, call))
 
     def evaluate(self, task: Task, episode: Episode) -> EvalOutput:
-        """The result for an episode, where no event loop runs."""
-        return asyncio.run(self.aevaluate(task, episode))
+        """The result for an episode; the caller waits for it."""
+        return event_loop.run(self.aevaluate(task, episode))
 
     def __call__(self, task: Task, episode: Episode) -> Any:
         """Call the function itself."""
