@@ -289,6 +289,8 @@ class Run:
             with self.timeline.span("evaluation", step):
                 await self._evaluate(step, {})
             last = last or self._is_last(step)
+        if last and (fault := self.ending.fault):  # after the evaluation, which may be the first
+            log.warning("%s", fault)
         if last or (every and step % every == 0):
             with self.timeline.span("saving", step):
                 await self._save(point, last)
@@ -315,8 +317,6 @@ class Run:
         if step < self.config.steps and (reason := self.ending.reason):
             log.info("Ended after step %d: %s", step, reason)
             return True
-        if step == self.config.steps and self.ending.is_unmeasured:
-            log.warning("until.metric was never measured; docs/reference/metrics.md lists the metrics")
         return step == self.config.steps
 
     async def _evaluate(self, step: int, baseline: Mapping[str, float]) -> None:

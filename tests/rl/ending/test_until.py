@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -23,7 +25,7 @@ def condition(state=None, clock=lambda: 0.0, **config) -> EndCondition:
 
 def test_condition_holds_from_its_bound_on():
     up, down = condition(metric="a", at_least=0.5), condition(metric="a", at_most=0.5)
-    assert up.is_unmeasured
+    assert "never measured" in up.fault
     for value, rising, falling in ((0.4, False, True), (0.6, True, False), (0.5, True, True)):
         up.observe({"a": value, "b": 9.0})
         down.observe({"a": value})
@@ -92,7 +94,29 @@ def test_end_between_evaluations_is_evaluated(tmp_path):
 
 def test_metric_that_is_never_measured_is_reported(tmp_path):
     run(settings(tmp_path, until={"metric": "reward/average", "at_least": 0.9}))
-    assert "until.metric was never measured" in (tmp_path / "log.txt").read_text()
+    assert "until.metric: reward/average was never measured. Did you mean 'reward/mean'?" in log_of(tmp_path)
+
+
+@pytest.mark.parametrize("evaluations", [{"every": 100}, {"every": 2}, {"every": 100, "before": False}])
+def test_metric_of_the_last_evaluation_is_measured(tmp_path, evaluations):
+    run(settings(tmp_path, steps=3, until={"metric": "eval/pass@1", "at_least": 2.0}, eval=evaluations))
+    assert [row["step"] for row in rows(tmp_path) if "eval/pass@1" in row][-1] == 3
+    assert "measured" not in log_of(tmp_path)
+
+
+def test_metric_without_a_number_is_measured():
+    until = condition(metric="a", at_least=1.0)
+    until.observe({"a": math.nan})
+    assert until.fault == "until.metric: a was never a number, so the run could not end by it"
+    assert condition(until.state, metric="a", at_least=1.0).fault == until.fault
+    until.observe({"a": 0.5})
+    assert not until.fault
+    assert not condition(until.state, metric="a", at_least=1.0).fault
+
+
+def log_of(folder: Path) -> str:
+    file = folder / "log.txt"
+    return file.read_text() if file.exists() else ""
 
 
 def test_evaluation_metric_without_evaluations_is_refused(tmp_path):

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from tinsmith.plurals import counted
 from tinsmith.rl.ending.duration import Duration
-from tinsmith.settings import Needs, Settings
+from tinsmith.settings import Needs, Settings, did_you_mean
 
 
 class UntilConfig(Settings):
@@ -50,13 +50,22 @@ class EndCondition:
         self._seconds = state.get("seconds", 0.0)
         self._value, self._best = state.get("value", math.nan), state.get("best", math.nan)
         self._worse = int(state.get("worse", 0))
+        self._measured = int(state.get("measured", 0))
+        self._names: set[str] = set()
 
     def observe(self, values: Mapping[str, float]) -> None:
         """Report the metrics of a step."""
         config = self._config
-        if config is None or not config.metric or config.metric not in values:
+        if config is None or not config.metric:
             return
-        self._value = value = values[config.metric]
+        self._names |= values.keys()
+        if config.metric not in values:
+            return
+        self._measured += 1
+        value = values[config.metric]
+        if math.isnan(value):
+            return
+        self._value = value
         sign = 1.0 if config.at_least is not None else -1.0
         if math.isnan(self._best) or sign * value > sign * self._best:
             self._best, self._worse = value, 0
@@ -80,16 +89,28 @@ class EndCondition:
         return ""
 
     @property
-    def is_unmeasured(self) -> bool:
-        """Whether there has been no value of the metric yet."""
-        return self._config is not None and bool(self._config.metric) and math.isnan(self._value)
+    def fault(self) -> str:
+        """Why the conditions could not hold so far: the metric had no value, or none that is a number; else empty."""
+        metric = self._config.metric if self._config is not None else ""
+        if not metric or not math.isnan(self._value):
+            return ""
+        if self._measured:
+            return f"until.metric: {metric} was never a number, so the run could not end by it"
+        suggestion = did_you_mean(metric, sorted(self._names)) or "docs/reference/metrics.md lists the metrics"
+        return f"until.metric: {metric} was never measured. {suggestion}"
 
     @property
     def state(self) -> dict[str, float]:
         """State for a checkpoint; empty without conditions."""
         if self._config is None:
             return {}
-        values = {"seconds": self._elapsed, "value": self._value, "best": self._best, "worse": float(self._worse)}
+        values = {
+            "seconds": self._elapsed,
+            "value": self._value,
+            "best": self._best,
+            "worse": float(self._worse),
+            "measured": float(self._measured),
+        }
         return {name: value for name, value in values.items() if not math.isnan(value)}
 
     @property
