@@ -132,6 +132,11 @@ class Settings(BaseModel):
             return values
         return {name: _listed(cls.model_fields.get(name), value) for name, value in values.items()}
 
+    @classmethod
+    def more_types(cls, values: Mapping[str, Any], key: str) -> Sequence[str]:
+        """Types of the section at `key` beside those of its union, such as a user's own; `values`: of the file."""
+        return ()
+
     def checks_needs(self) -> bool:
         """Whether fields marked with `Needs` are checked."""
         return True
@@ -222,9 +227,14 @@ def build(kind: type[S], values: Mapping[str, Any], place: str, overrides: Seque
         return kind.model_validate(values)
     except ValidationError as error:
         overridden = [override_key(override) for override in overrides]
-        sentences = [_sentence(kind, fault) for fault in _joined_branches(error.errors())]
-        lines = [f"{COMMAND_LINE if _within(key, overridden) else place}: {sentence}" for key, sentence in sentences]
+        faults = (_sentence(kind, fault, values) for fault in _joined_branches(error.errors()))
+        lines = [f"{COMMAND_LINE if _within(key, overridden) else place}: {sentence}" for key, sentence in faults]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from error
+
+
+def sentences(kind: type[BaseModel], error: ValidationError, values: Mapping[str, Any]) -> list[str]:
+    """A sentence about each fault of `values`, with its key."""
+    return [_sentence(kind, fault, values)[1] for fault in _joined_branches(error.errors())]
 
 
 def explicit_values(value: Any) -> Any:
@@ -285,7 +295,7 @@ def _joined_branches(faults: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     return list(joined.values())
 
 
-def _sentence(kind: type[BaseModel], fault: ErrorDetails) -> tuple[str, str]:
+def _sentence(kind: type[BaseModel], fault: ErrorDetails, values: Mapping[str, Any]) -> tuple[str, str]:
     """The faulty key as the user writes it, and a sentence about the fault."""
     parts, parents = _walk(kind, [str(part) for part in fault["loc"]])
     key, got = ".".join(parts), f"(got {fault['input']!r})."
@@ -298,9 +308,11 @@ def _sentence(kind: type[BaseModel], fault: ErrorDetails) -> tuple[str, str]:
             choices = [model for parent in parents for model in _models_under(parent, parts[-1])] or parents
             return key, f"'{key}' has no type. Add type: one of {', '.join(map(_tag, choices))}."
         case "union_tag_invalid":
-            return key, _no_such_type(key, fault)
+            more = kind.more_types(values, key) if issubclass(kind, Settings) else ()
+            return key, _no_such_type(key, fault, more)
         case "value_error":  # raised by a validator here: the message is complete, and the input may hold a secret
-            return key, (f"'{key}': " if key else "") + fault["msg"].removeprefix("Value error, ") + "."
+            message = fault["msg"].removeprefix("Value error, ")
+            return key, (f"'{key}': " if key else "") + message + ("" if message.endswith((".", "?")) else ".")
         case name if name in _EXPECTED:
             return key, f"'{key}' takes {_EXPECTED[name]} {got}"
         case "literal_error":
@@ -316,9 +328,9 @@ def _sentence(kind: type[BaseModel], fault: ErrorDetails) -> tuple[str, str]:
             return key, f"'{key}': {fault['msg']} {got}"
 
 
-def _no_such_type(key: str, fault: ErrorDetails) -> str:
+def _no_such_type(key: str, fault: ErrorDetails, more: Sequence[str]) -> str:
     context = fault.get("ctx", {})
-    tags = [tag.strip(" '") for tag in str(context.get("expected_tags", "")).split(",")]
+    tags = [*more, *(tag.strip(" '") for tag in str(context.get("expected_tags", "")).split(","))]
     fix = did_you_mean(str(context.get("tag")), tags) or f"Known here: {', '.join(tags)}."
     return f"'{key}' has no type '{context.get('tag')}'. {fix}"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.rl.scripted_run import rows, run, settings
+from tinsmith.dialects import read_run
 from tinsmith.errors import ConfigError
 from tinsmith.settings import read
 
@@ -43,6 +44,21 @@ from tinsmith.rl.plugins import workflow
 @workflow("ask")
 async def ask(task, conversation, politely=False):
     await conversation.say(*task.messages, *(["please"] if politely else []))
+"""
+NEEDS = """
+from tinsmith.rl.plugins import advantage, reward
+
+@reward("weighed")
+def weighed(task, rollout, table, scale=1.0):
+    return scale
+
+@reward("narrow")
+def narrow(task):
+    return 1.0
+
+@advantage("even")
+def even(rewards):
+    return rewards
 """
 
 
@@ -120,3 +136,62 @@ def test_plugin_files_that_cannot_be_imported_are_named(folder, tmp_path):
         settings(tmp_path, plugins=str(folder))
     with pytest.raises(ConfigError, match="there is no folder"):
         settings(tmp_path, plugins=str(folder / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("section", "sentence"),
+    [
+        ("rewards: [{type: shrot}]", "'rewards.0' has no type 'shrot'. Did you mean 'short'?"),
+        (
+            "rewards: [{type: qqq}]",
+            "'rewards.0' has no type 'qqq'. Known here: counted, narrow, short, weighed, wordy, number,",
+        ),
+        (
+            "rewards: [{type: short, mots: 2}]",
+            "'rewards.0': own_rewards:short has no argument 'mots'. Did you mean 'most'? It takes: most.",
+        ),
+        (
+            "rewards: [{type: number}, {type: short, weigth: 2}]",
+            "'rewards.1': own_rewards:short has no argument 'weigth'. Did you mean 'weight'? It takes: most.",
+        ),
+        ("rewards: [{type: short, task: 2}]", "own_rewards:short: the run itself passes 'task'; leave it out."),
+        ("rewards: [{type: wordy, wrod: x}]", "own_rewards:Wordy: there is no key 'wrod'. Did you mean 'word'?"),
+        ("rewards: [{type: counted, bas: 1}]", "own_rewards:Counted has no argument 'bas'. Did you mean 'base'?"),
+        ("rewards: [{type: weighed}]", "own_needs:weighed needs the argument 'table'. It takes: table, scale."),
+        (
+            "rewards: [{type: narrow}]",
+            "own_needs:narrow does not take what a run passes to it: it must be callable with (task, rollout).",
+        ),
+        ("workflow: {type: aks}", "'workflow' has no type 'aks'. Did you mean 'ask'?"),
+        ("workflow: {type: ask, polite: 1}", "'workflow': own_flow:ask has no argument 'polite'."),
+        ("algorithm: {advantage: {type: evenn}}", "'algorithm.advantage' has no type 'evenn'. Did you mean 'even'?"),
+        (
+            "algorithm: {advantage: {type: even, scale: 1}}",
+            "'algorithm.advantage': own_needs:even has no argument 'scale'. It takes no arguments.",
+        ),
+    ],
+)
+def test_faults_of_plugins_name_keys_that_exist(folder, tmp_path, section, sentence):
+    (folder / "own_needs.py").write_text(NEEDS)
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {{name: x}}\nplugins: own\ntasks: {{train: {{type: addition}}}}\nsteps: 1\n{section}\n")
+    with pytest.raises(ConfigError) as caught:
+        read_run(file)
+    assert sentence in caught.value.message
+    assert ".custom" not in caught.value.message
+
+
+def test_plugins_are_beside_the_file_or_in_the_working_folder(folder, tmp_path, monkeypatch):
+    file = tmp_path / "files" / "run.yaml"
+    file.parent.mkdir()
+    text = "model: {name: x}\nplugins: own\ntasks: {train: {type: addition}}\nsteps: 1\nrewards: [{type: short}]\n"
+    file.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert read_run(Path("files/run.yaml")).settings.plugins == "own"  # of the working folder
+    (tmp_path / "run.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path / "files")
+    for place in (tmp_path, Path("..")):
+        assert Path(read_run(place / "run.yaml").settings.plugins) == place / "own"
+    with pytest.raises(ConfigError, match="there is no folder own"):
+        read_run(Path("run.yaml"))
+    assert read_run(Path("run.yaml"), ["plugins=../own"]).settings.plugins == "../own"

@@ -130,7 +130,7 @@ def read_run(file: Path, overrides: Sequence[str] = ()) -> RunFile:
 
 
 def _read_own(file: Path, values: Mapping[str, Any], overrides: Sequence[str]) -> RunFile:
-    place = str(file)
+    place, values = str(file), plugins.located(values, file.parent)
     settings = build(
         RunConfig, resolve_interpolations(apply_overrides(values, overrides, RunConfig), place), place, overrides
     )

@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Annotated, Any, Literal, TypeVar
@@ -20,14 +20,14 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import PlainSerializer, ValidationError
 
 from tinsmith.errors import ConfigError
-from tinsmith.settings import Settings
+from tinsmith.settings import Settings, did_you_mean, sentences
 
 Kind = Literal["workflow", "reward", "advantage", "environment"]
 Names = frozenset[tuple[Kind, str]]
 T = TypeVar("T", bound=Callable[..., Any])
 S = TypeVar("S", bound=Settings)
 _MARK = "__tinsmith_part__"
-_OWN = {
+OWN_KEYS: Mapping[Kind, tuple[str, ...]] = {
     "workflow": ("type", "path", "args", "timeout"),
     "reward": ("type", "path", "args", "weight", "name", "role", "isolated"),
     "advantage": ("type", "path", "args"),
@@ -54,6 +54,33 @@ def advantage(name: str) -> Callable[[T], T]:
 def environment(name: str) -> Callable[[T], T]:
     """Decorator: register an EnvironmentOptions class as the environment `name`."""
     return _mark("environment", name)
+
+
+_SECTIONS: Mapping[str, Kind] = {
+    "rewards": "reward",
+    "workflow": "workflow",
+    "advantage": "advantage",
+    "environments": "environment",
+}
+"""Sections of a run file that take types of each kind."""
+
+
+def located(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The values of a run file in `folder`, whose `plugins` is beside the file, or else in the working directory."""
+    plugins = values.get("plugins")
+    if not isinstance(plugins, str) or not plugins:
+        return dict(values)
+    beside = folder / Path(plugins).expanduser()
+    return {**values, "plugins": str(beside)} if beside.is_dir() else dict(values)
+
+
+def type_names(values: Mapping[str, Any], key: str) -> list[str]:
+    """The names that the plugins of a run file register as types of the section at `key`, such as rewards.0."""
+    section = [part for part in key.split(".") if not part.isdigit()][-1]
+    folder = values.get("plugins")
+    if section not in _SECTIONS or not folder:
+        return []
+    return sorted(name for kind, name in plugin_names(Path(str(folder))) if kind == _SECTIONS[section])
 
 
 def plugin_names(folder: Path) -> Names:
@@ -125,16 +152,55 @@ def validated(kind: type[S], path: str, args: Mapping[str, Any]) -> S:
     try:
         return kind.model_validate(args)
     except ValidationError as error:
-        faults = [f"'{'.'.join(map(str, fault['loc']))}': {fault['msg']}" for fault in error.errors()]
-        raise ValueError(f"{path} does not take these settings: {'; '.join(faults)}") from error
+        raise ValueError(f"{path}: {' '.join(sentences(kind, error, args))}".removesuffix(".")) from error
 
 
-def check_signature(function: Callable[..., Any], path: str, positional: int, args: Mapping[str, Any]) -> None:
-    """Raises ValueError unless the function takes that many positional arguments and `args` by keyword."""
+def check_signature(
+    function: Callable[..., Any],
+    path: str,
+    positional: Sequence[str],
+    args: Mapping[str, Any],
+    other_keys: Sequence[str] = (),
+) -> None:
+    """Raises ValueError unless the function takes the positional arguments of these names, and `args` by keyword.
+
+    `other_keys` are keys that stand beside the arguments in a run file: suggestions for one that is misspelled.
+    """
+    signature = inspect.signature(function)
     try:
-        inspect.signature(function).bind(*[None] * positional, **args)
+        signature.bind(*positional, **args)
     except TypeError as error:
-        raise ValueError(f"{path} cannot be called with {sorted(args)}: {error}") from error
+        raise ValueError(_argument_fault(signature, path, positional, args, other_keys, str(error))) from error
+
+
+def _argument_fault(
+    signature: inspect.Signature,
+    path: str,
+    positional: Sequence[str],
+    args: Mapping[str, Any],
+    other_keys: Sequence[str],
+    otherwise: str,
+) -> str:
+    """What is wrong with the arguments of a function: the first unknown or missing one, and those that it takes."""
+    try:
+        first = signature.bind_partial(*positional).arguments
+    except TypeError:
+        passed = ", ".join(name for name in positional if name != "self")
+        return f"{path} does not take what a run passes to it: it must be callable with ({passed})"
+    keywords = {
+        name: parameter
+        for name, parameter in signature.parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    if passed_twice := sorted(args.keys() & first.keys() & keywords.keys()):
+        return f"{path}: the run itself passes '{passed_twice[0]}'; leave it out"
+    names = [name for name in keywords if name not in first]
+    takes = f"It takes: {', '.join(names)}" if names else "It takes no arguments"
+    if unknown := sorted(args.keys() - keywords.keys()):
+        suggestion = did_you_mean(unknown[0], [*names, *other_keys])
+        return " ".join(filter(None, (f"{path} has no argument '{unknown[0]}'.", suggestion, takes)))
+    missing = [name for name in names if keywords[name].default is inspect.Parameter.empty and name not in args]
+    return f"{path} needs the argument '{missing[0]}'. {takes}" if missing else f"{path}: {otherwise}"
 
 
 async def await_if_needed(value: Any) -> Any:
@@ -154,7 +220,8 @@ def _parts(folder: Path) -> Iterator[tuple[tuple[Kind, str], str]]:
     """((kind, name), import path) of every object that the files of the folder register."""
     if not folder.is_dir():
         raise ConfigError(
-            f"plugins: there is no folder {folder}.", "Check the path; it is relative to the working directory."
+            f"plugins: there is no folder {folder}.",
+            "Check the path; in a run file it is relative to the file, or else to the working directory.",
         )
     resolved = str(folder.resolve())
     if resolved not in sys.path:
@@ -227,7 +294,7 @@ def _custom(kind: Kind, part: Mapping[str, Any], parts: Mapping[tuple[Kind, str]
     path = parts.get((kind, str(part.get("type"))))
     if path is None:
         return dict(part)
-    own = {key: value for key, value in part.items() if key in _OWN[kind]}
+    own = {key: value for key, value in part.items() if key in OWN_KEYS[kind]}
     args = {key: value for key, value in part.items() if key not in own}
     if kind in ("reward", "environment"):
         own.setdefault("name", part["type"])

@@ -90,7 +90,7 @@ def test_wrong_results_of_a_custom_advantage_are_refused(function):
     ("values", "sentence"),
     [
         ({"path": "nowhere:at_all"}, "cannot be imported"),
-        ({"path": f"{__name__}:centered", "args": {"size": 3}}, "cannot be called with"),
+        ({"path": f"{__name__}:centered", "args": {"size": 3}}, "has no argument 'size'. It takes: scale"),
         ({"path": f"{__name__}:__name__"}, "is not a function"),
     ],
 )

@@ -76,7 +76,7 @@ def read(*environments, **changes) -> RunConfig:
         (({"type": "gome"},), {}, "has no type 'gome'"),
         (({**ADD, "rewardss": []},), {}, "Did you mean 'environments.0.rewards'"),
         (({"type": "custom", "path": "tinsmith.rl.types:Task"},), {}, "is not an EnvironmentOptions class"),
-        (({"type": "custom", "path": Checking, "args": {}},), {}, "'label': Field required"),
+        (({"type": "custom", "path": Checking, "args": {}},), {}, "'label' is missing"),
         (({"type": "custom", "path": Checking, "args": {"weight": 2}},), {}, "args.weight: set weight beside path"),
     ],
 )

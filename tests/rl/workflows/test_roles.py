@@ -162,8 +162,8 @@ def test_classes_with_another_signature_are_refused():
             """Takes no task."""
 
     for path, args, message in (
-        (NoTask, {}, "cannot be called with"),
-        (SolverJudge, {"judges": 2}, "cannot be called with \\['judges'\\]"),
+        (NoTask, {}, r"must be callable with \(task, policy\)"),
+        (SolverJudge, {"judges": 2}, "has no argument 'judges'. It takes: solutions"),
         (TASK, {}, "neither an async function, nor a class"),
     ):
         with pytest.raises(ValidationError, match=message):

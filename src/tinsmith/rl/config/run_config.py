@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import model_validator
+from typing_extensions import override
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl import plugins
@@ -82,6 +83,11 @@ class RunConfig(RunSettings):
         if current.get("staleness") and "algorithm" not in current:
             current["algorithm"] = OFF_POLICY
         return current
+
+    @classmethod
+    @override
+    def more_types(cls, values: Mapping[str, Any], key: str) -> Sequence[str]:
+        return plugins.type_names(values, key)
 
     @model_validator(mode="after")
     def _check_stages(self) -> RunConfig:

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from tinsmith.plurals import counted
 from tinsmith.rl.plugins import (
+    OWN_KEYS,
     Arguments,
     ImportPath,
     await_if_needed,
@@ -58,11 +59,11 @@ class CustomReward(Reward):
         if isinstance(target, type) and issubclass(target, Reward):
             return validated(target, path, self.args)
         if isinstance(target, type):
-            check_signature(target, path, 0, self.args)
+            check_signature(target, path, (), self.args, OWN_KEYS["reward"])
             return target(**self.args)
         if not callable(target):
             raise ValueError(f"{path} is neither a function nor a class")
-        check_signature(target, path, 2, self.args)
+        check_signature(target, path, ("task", "rollout"), self.args, OWN_KEYS["reward"])
         return lambda task, rollout: target(task, rollout, **self.args)
 
     async def judge_isolated(self, pool: ScoringPool, task: Task, rollout: Rollout) -> Score:

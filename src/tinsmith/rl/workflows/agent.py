@@ -15,6 +15,8 @@ from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.types import Rollout, Task
 from tinsmith.rl.workflows.base import IndependentRollouts, Workflow, WorkflowContext, WorkflowOptions, score_turns
 
+AGENT_ARGUMENTS = ("task", "client", "model")
+
 
 class AgentConfig(WorkflowOptions):
     """A custom agent: an async function of (task, client, model) that is called once per rollout.
@@ -36,7 +38,7 @@ class AgentConfig(WorkflowOptions):
         function = import_object(self.path)
         if not inspect.iscoroutinefunction(function):
             raise ValueError(f"{self.path} is not an async function; define it with async def")
-        check_signature(function, self.path, 3, self.args)
+        check_signature(function, self.path, AGENT_ARGUMENTS, self.args)
         return self
 
     @property

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from tinsmith.chat.request import PromptTooLong
 from tinsmith.rl.guards.user_code import describe, is_fault
-from tinsmith.rl.plugins import Arguments, ImportPath, check_signature, import_object, path_text, validated
+from tinsmith.rl.plugins import OWN_KEYS, Arguments, ImportPath, check_signature, import_object, path_text, validated
 from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.types import Rollout, Task
 from tinsmith.rl.workflows.base import (
@@ -76,16 +76,17 @@ class CustomConfig(WorkflowOptions):
         if _has_run(target):
             if not inspect.iscoroutinefunction(target.run):
                 raise ValueError(f"{path}.run is not an async function; define it with async def")
-            check_signature(target.run, path, 3 if isinstance(target, type) else 2, {})
-            if isinstance(target, type):
-                check_signature(target, path, 0, self.args)
+            own = ("self",) if isinstance(target, type) else ()
+            check_signature(target.run, f"{path}.run", (*own, "task", "policy"), {})
+            if own:
+                check_signature(target, path, (), self.args, OWN_KEYS["workflow"])
             return target
         if not inspect.iscoroutinefunction(target):
             raise ValueError(
                 f"{path} is neither an async function, nor a class with an async run(task, policy), nor a "
                 "WorkflowOptions class"
             )
-        check_signature(target, path, 2, self.args)
+        check_signature(target, path, ("task", "conversation"), self.args, OWN_KEYS["workflow"])
         return target
 
     @override

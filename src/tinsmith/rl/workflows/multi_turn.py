@@ -88,7 +88,7 @@ class MultiTurnConfig(WorkflowOptions):
             raise ValueError(
                 f"{self.path} is not a subclass of {Environment.__module__}.Environment; derive it from that class"
             )
-        check_signature(target, self.path, 2, self.args)
+        check_signature(target, self.path, ("task", "seed"), self.args)
         return self
 
     @property

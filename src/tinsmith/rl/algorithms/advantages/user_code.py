@@ -13,7 +13,7 @@ from typing_extensions import override
 from tinsmith.errors import ConfigError
 from tinsmith.plurals import counted
 from tinsmith.rl.algorithms.advantages.base import Advantage, Advantages, Trace, Traces, broadcast, net_rewards
-from tinsmith.rl.plugins import Arguments, ImportPath, check_signature, import_object, path_text
+from tinsmith.rl.plugins import OWN_KEYS, Arguments, ImportPath, check_signature, import_object, path_text
 
 
 class PrecomputedAdvantage(Advantage):
@@ -73,7 +73,7 @@ class CustomAdvantage(Advantage):
         function, path = import_object(self.path), path_text(self.path)
         if not callable(function):
             raise ValueError(f"{path} is not a function")
-        check_signature(function, path, 1, self.args)
+        check_signature(function, path, ("rewards",), self.args, OWN_KEYS["advantage"])
         return cast(Callable[..., Sequence[Any]], function)
 
     @property
