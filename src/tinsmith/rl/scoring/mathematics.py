@@ -17,8 +17,17 @@ import math_verify
 import sympy
 
 from tinsmith.rl.scoring.notation import MAX_CHARACTERS, normalized, words
-from tinsmith.rl.scoring.quantities import Quantity, equal, hedged, is_decimal_of, last_side, quantity, readings
-from tinsmith.rl.scoring.replies import is_prose, stated
+from tinsmith.rl.scoring.quantities import (
+    Quantity,
+    equal,
+    hedged,
+    is_decimal_of,
+    last_side,
+    quantity,
+    readings,
+    without_unit,
+)
+from tinsmith.rl.scoring.replies import is_prose, stated, stated_words
 from tinsmith.rl.scoring.structures import collection, equal_collections
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs whole replies, and that it has no time limit
@@ -34,7 +43,7 @@ _CHOICE = re.compile(r"\(?\s*(?:\\text\{\s*)?([A-J])\s*\}?\s*[).:]?")
 _CHOSEN = re.compile(r"\(?\s*(?:\\text\{\s*)?([A-Ja-j])\s*\}?\s*(?:[).:]?|\)\s*\S.*|[.:]\s+\S.*|\\text\{.*)", re.DOTALL)
 _NAMED_CHOICE = re.compile(
     r"(?i:\b(?:answer|option|choice)\b(?:\s+(?:is|would be))?\s*:?\s*(?:(?:option|choice)\s*)?)"
-    r"\(?\s*(?:\\text\{\s*)?([A-J])\b\s*\}?\)?(?![A-Za-z'])"
+    r"\(?\s*(?:\\text\{\s*)?([A-J])\b\s*\}?\)?(?![A-Za-z']|\s*(?:,|or|and)\s*\(?[A-J]\b)"
 )
 _ASSIGNMENT = re.compile(
     r"(?:\\text\{[^{}]*\}|[A-Za-z](?:_\{?\w+\}?|')?(?:\s*\([a-z]\))?|\\[A-Za-z]+)\s*(?:=)(.*)", re.DOTALL
@@ -66,6 +75,8 @@ def _states(right: str, text: str) -> bool:
         chosen = _CHOSEN.fullmatch(reply) or next(reversed(list(_NAMED_CHOICE.finditer(reply[-MAX_CHARACTERS:]))), None)
         if chosen:
             return chosen[1].upper() == choice[1]
+    if _is_words(right) and _same_words(right, normalized(stated_words(text))):
+        return True
     if quantity(reply) is None and (len(reply) > MAX_CHARACTERS or is_prose(reply)):
         expression = stated(text)
         if expression is None:
@@ -87,7 +98,7 @@ def _equal(right: str, reply: str, depth: int = 0) -> bool:
         return _equal(first, second, depth + 1)
 
     names = _variable(right), _variable(reply)
-    if all(names) and names[0] != names[1]:
+    if all(names) and names[0] != names[1] and collection(right) is None:
         return False
     expected = quantity(right) if _is_value(right) else None
     actual = quantity(reply) if expected is not None or _is_value(reply) else None
@@ -130,6 +141,7 @@ def _equal_expressions(right: str, reply: str, expected: Quantity | None, actual
     """Whether math-verify finds two expressions equal, and they are equal to 200 digits."""
     if hedged(reply) and not hedged(right):
         return False
+    right, reply = without_unit(right), without_unit(reply)
     first, second = _parse(f"${right}$", parsing_timeout=None), _parse(f"${reply}$", parsing_timeout=None)
     if not first or not second:
         return False

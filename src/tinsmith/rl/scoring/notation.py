@@ -35,6 +35,8 @@ _UNICODE = str.maketrans(
     }
 )
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+|[A-Za-z]))")
+_BOLD = re.compile(r"(?<![\w)}])\*\*(?=\S)(.{1,2000}?)(?<=\S)\*\*(?![\w(])", re.DOTALL)
+_CHOICES = re.compile(r"\(?[A-J]\)?(?:\s*(?:,|and|or|&)\s*\(?[A-J]\)?)+")
 _FENCE = re.compile(r"```\w*")
 _DELIMITERS = re.compile(r"\$\$|(?<!\\)\$|(?<!\\)\\[()\[\]]")
 _TEXT = re.compile(
@@ -90,7 +92,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))", ""),
         (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![A-Za-z])|\\thinspace(?![A-Za-z])|\\enspace(?![A-Za-z])", " "),
         (r"\{,\}", ","),
-        (r"\\\$|[€£¥₹]|(?<![A-Za-z])(?:USD|US\$|EUR)(?![A-Za-z])", ""),
+        (r"\\\$|[€£¥₹]|\\(?:textdollar|euro|pounds)(?![A-Za-z])|(?<![A-Za-z])(?:USD|US\$|EUR)(?![A-Za-z])", ""),
         (r"\\%", "%"),
         (r"\\#", "#"),
         (r"\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])|\\degrees?(?![A-Za-z])", r"^\\circ "),
@@ -98,6 +100,8 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
         (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
         (r"\\sqrt\s*(\d+)", r"\\sqrt{\1}"),
+        (r"\\underline\s*(?=\{)", ""),
+        (r"\*\*", "^"),
         (r"\s+", " "),
     )
 )
@@ -112,14 +116,15 @@ def normalized(text: str) -> str:
     if len(text) > MAX_CHARACTERS:
         return text
     text = _ROOT.sub(lambda match: f"\\sqrt{{{match[1] or match[2]}}}", text.translate(_UNICODE))
-    text = _DELIMITERS.sub("", _FENCE.sub("", text).replace("`", "").replace("**", ""))
+    text = _DELIMITERS.sub("", _FENCE.sub("", text).replace("`", ""))
+    text = _BOLD.sub(r"\1", text)
     while (shorter := _TEXT.sub(_plain_or_text, text)) != text:
         text = shorter
         if len(text) > MAX_CHARACTERS:
             return text
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
-    return text.replace("\\word{", "\\text{").strip().rstrip(".,;:").strip()
+    return text.replace("\\word{", "\\text{").strip().rstrip(".,;:\\ ").strip()
 
 
 def words(text: str) -> str:
@@ -137,6 +142,8 @@ def _plain_or_text(match: re.Match[str]) -> str:
         return content
     if not _WORD.search(content) or re.search(r"[\\\d()^_=+]", content):
         return content if content == match[1] else f" {content} "
+    if _CHOICES.fullmatch(content):
+        return f" {content.replace('&', 'and')} "
     if re.fullmatch(r"(?i)and|or", content):
         return f" \\word{{{content.lower()}}} "
     return f" \\word{{{content}}} "

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from tinsmith.rl.scoring.exact import rational
+from tinsmith.rl.scoring.structures import collection
 
 _SYMBOLS_OF_UNITS = {
     "mm": "millimeter millimetre", "cm": "centimeter centimetre", "dm": "decimeter decimetre", "m": "meter metre",
@@ -38,22 +39,24 @@ UNITS = {
 }
 """Known units by their spellings."""
 _ATTACHED = "|".join(sorted((unit for unit in UNITS if len(unit) > 1), key=len, reverse=True))
+_EXPONENT = r"(?:\s*\^\s*\{?-?[1-3]\}?)?"
+_UNIT_TEXT = re.compile(rf"(?<=[\w)}}])\s*(?:\\text\{{[^{{}}\d]*\}}{_EXPONENT}\s*/?\s*)+$")
 _FACTORS = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _TRAILING = re.compile(
     r"(?P<number>.*?[\d})!])\s*(?:"
     r"(?P<text>\\text\{[^{}\d]*\}(?:[\s/]*\\text\{[^{}\d]*\})*)"
     r"|(?<=[\s})])(?P<word>[A-Za-z]{3,}(?:[ /-]+[A-Za-z]+)*)"
-    rf"|(?P<unit>(?:{_ATTACHED}|(?<=\s)[mgslhNJWVA])(?:\s*/\s*(?:{_ATTACHED}|[mgslh]))?)(?![A-Za-z])"
+    rf"|(?P<unit>(?:{_ATTACHED}|(?<=\s)[mgslhNJWVA]){_EXPONENT}"
+    rf"(?:(?:\s*/\s*|\s*\\cdot\s*|\s)(?:{_ATTACHED}|[mgslh]){_EXPONENT})*)(?![A-Za-z])"
     r")(?:\s*\^\s*\{?-?[1-3]\}?)?(?:\s*(?P<more>\\text\{[^{}\d]*\}))?\s*\.?",
 )
-_DEGREES = re.compile(r"\s*(?:\^\\circ|\^\{\\circ\})\s*(?:[CFK]|\\text\{\s*[CFK]\s*\})?\s*$")
+_DEGREES = re.compile(r"\s*(?:(?<=\d)'{1,2}$|\^\\circ|\^\{\\circ\})\s*(?:[CFK]|\\text\{\s*[CFK]\s*\})?\s*$")
 _PERCENT = re.compile(r"\s*(?:%|\\text\{\s*(?:percent|percentage|pct)\s*\}|(?:percent|percentage|pct))\s*$")
 _BASE = re.compile(r"\s*_\s*(?:\{\s*(?:\\text\{)?\s*(\w+)\s*\}?\s*\}|(\d+))\s*$")
 _LEADING = re.compile(
     r"(?i)^(?:\\text\{\s*)?\s*(?:(?:the )?(?:final |correct |right )?(?:answer|result|value|total)\s*"
     r"(?:is|:)?\s*:?)?\s*\}?\s*"
 )
-_TUPLE = re.compile(r"[(\[][^()\[\]{}]*,")
 _SIDES = re.compile(r"(?<![<>!:])=|\\equiv(?![A-Za-z])")
 _APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])")
 _RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|lt|gt|in|sim|to|pm|mp)(?![A-Za-z])")
@@ -80,8 +83,10 @@ class Quantity:
 
 def quantity(text: str) -> Quantity | None:
     """The quantity that normalized text is; None if it is something else, or more than one number."""
+    if collection(text) is not None:
+        return None
     text = last_side(text)
-    if _RELATION.search(text) or _TUPLE.match(text):
+    if _RELATION.search(text):
         return None
     text = _LEADING.sub("", text, count=1)
     base = _BASE.search(text)
@@ -142,6 +147,11 @@ def is_decimal_of(decimal: Quantity, value: Fraction) -> bool:
         return False
     missing = abs(value) - abs(decimal.value)
     return -decimal.precision / 2 <= missing < decimal.precision
+
+
+def without_unit(text: str) -> str:
+    """A normalized expression without the text after it, such as \\text{cm}^2."""
+    return text if hedged(text) else _UNIT_TEXT.sub("", text) or text
 
 
 def hedged(text: str) -> bool:

@@ -43,16 +43,18 @@ _MATH = (
     r"|\\\((?P<paren>(?:[^\\\n]|\\(?!\))){1,500}?)\\\)|(?<![\\$])\$(?=[^\s$])(?P<dollar>[^$\n]{0,499}[^\s$\\])\$(?![\d$])"
 )
 _SYMBOL = (
+    r"[(\[{][-+−\d ./^]{1,40},[-+−\d .,/^]{1,60}[)\]}]|"
     r"\\[A-Za-z]+|\\[{}|,;:! %$&\\]|\d+(?:[.,]\d+)*|\.\d+|[-+*/^_=(){}\[\]|<>!%°−×÷·π√∞±≤≥]|"
     r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])"
 )
 _SPAN = re.compile(rf"{_MATH}|(?P<run>(?:{_SYMBOL})(?:[ \t]*(?:{_SYMBOL}))*)", re.ASCII)
 _PHRASE = re.compile(
     r"(?i)\b(?:answer|result|solution|value)s?\b[^\n.=:$\\]{0,60}?"
-    r"(?:\b(?:is|are|equals?)\b|[:=])(?:\s*(?:therefore|thus|simply|equal to|exactly)\b)?[\s:*]*"
+    r"(?:\b(?:is|are|equals?)\b|[:=])(?:\s*(?:therefore|thus|simply|either|equal to|exactly)\b)?[\s:*]*"
 )
 _HTML = re.compile(r"</?[A-Za-z][A-Za-z0-9]{0,15} ?/?>")
 _NOT = re.compile(r"(?i)\bnot(?: equal to)?\s*$")
+_OR = re.compile(r"(?i)\bor\W{0,4}$")
 _LIST = re.compile(r"(?i)\W{0,3}\s*(?:,\s*and|,\s*or|,|and|or)\s+\W{0,3}(?=[\d$\\(+-])")
 _LETTERS = re.compile(r"(?<!\\)\b[A-Za-z]\b|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _PROSE = re.compile(
@@ -166,17 +168,17 @@ def stated(text: str) -> str | None:
             span = _SPAN.match(part, phrase.end())
             if span is not None and (expression := _expression(span)):
                 return _with_list(part, span, expression)
-        for span in reversed(list(_SPAN.finditer(part))):
-            expression = _expression(span)
-            if (
-                expression
-                and _is_mathematical(expression)
-                and not _NOT.search(part, max(0, span.start() - 20), span.start())
-            ):
-                return expression
-        if len(text) <= size:
-            break
+        expression = _last_stated(part)
+        if expression or len(text) <= size:
+            return expression
     return None
+
+
+def stated_words(text: str) -> str:
+    """The words of prose after the last `answer is` or `answer:`, up to the end of the sentence; empty without them."""
+    part = _tail(text, MAX_PROSE)
+    phrases = list(_PHRASE.finditer(part))
+    return re.split(r"[.;!?\n]", part[phrases[-1].end() :], maxsplit=1)[0].strip(" *\"'") if phrases else ""
 
 
 def last_number(text: str) -> Quantity | None:
@@ -233,6 +235,8 @@ def _expression(span: re.Match[str]) -> str:
     run = span["run"]
     if run is None:
         return next((content for content in span.group("display", "bracket", "paren", "dollar") if content), "").strip()
+    if re.fullmatch(r"\{[^{}\\]*,[^{}\\]*\}", run):
+        return f"\\{run[:-1]}\\}}"
     if run.startswith(("^", "_")):
         return ""
     run = re.sub(r"^(?:[A-Za-z]\s+)+(?=[-+\d\\(.])|^[-+*]\s+(?=[\d\\(.])|\s+[A-Za-z]$", "", run)
@@ -247,6 +251,21 @@ def _expression(span: re.Match[str]) -> str:
 
 def _is_mathematical(expression: str) -> bool:
     return re.search(r"\d|\\[A-Za-z]{2}|[π√∞]|[A-Za-z]\s*[-+*/^=]", expression) is not None
+
+
+def _last_stated(text: str) -> str | None:
+    """The last expression of prose that no `not` precedes; with the one before it if `or` is between them."""
+    last = None
+    for span in reversed(list(_SPAN.finditer(text))):
+        expression = _expression(span)
+        begin = span.start()
+        if expression and _is_mathematical(expression) and not _NOT.search(text, max(0, begin - 20), begin):
+            if last is not None:
+                return f"{expression}, {last}"
+            if not _OR.search(text, max(0, begin - 10), begin):
+                return expression
+            last = expression
+    return last
 
 
 def _with_list(text: str, span: re.Match[str], expression: str) -> str:

@@ -20,7 +20,7 @@ MAX_ITEMS = 64
 """Items of larger collections are not compared one by one."""
 _OPEN, _CLOSE = "([{", ")]}"
 _TOKEN = re.compile(
-    r"\\[{}]|\\(?:begin|end)\s*\{\w+\*?\}|[()\[\]{},;]|\\text\{ *(?:and|or) *\}|(?<=[\s)}\]])(?:and|or)(?=[\s(\\{\[])"
+    r"\\[{}\\]|\\(?:begin|end)\s*\{\w+\*?\}|[()\[\]{},;]|\\text\{ *(?:and|or) *\}|(?<=[\s)}\]])(?:and|or)(?=[\s(\\{\[])"
 )
 _THOUSANDS = re.compile(r"\d{3}(?![\d,]*\d)|\d{3}(?=,\d{3})")
 _MATRIX = re.compile(r"\\begin\s*\{[pbB]?matrix\}(.*)\\end\s*\{[pbB]?matrix\}", re.DOTALL)
@@ -135,7 +135,7 @@ def _pieces(text: str, *, thousands: bool = True) -> tuple[str, ...] | None:
     pieces, depth, begin = [], 0, 0
     for match in _TOKEN.finditer(text):
         token = match[0]
-        separates = token in ",;" or token.endswith(("and", "or")) or token.startswith("\\text")
+        separates = token in (",", ";", "\\\\") or token.endswith(("and", "or")) or token.startswith("\\text")
         if not separates:
             depth += _change(token)
             if depth < 0:
