@@ -75,6 +75,8 @@ def _states(right: str, text: str) -> bool:
         chosen = _CHOSEN.fullmatch(reply) or next(reversed(list(_NAMED_CHOICE.finditer(reply[-MAX_CHARACTERS:]))), None)
         if chosen:
             return chosen[1].upper() == choice[1]
+        if is_prose(reply):
+            return False
     if _is_words(right) and _same_words(right, normalized(stated_words(text))):
         return True
     if quantity(reply) is None and (len(reply) > MAX_CHARACTERS or is_prose(reply)):
