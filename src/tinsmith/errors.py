@@ -79,6 +79,10 @@ class ConfigError(UserError):
     """An invalid run file, service file or command-line option."""
 
 
+class Unreachable(ConfigError):
+    """Data that needs a network or credentials which this machine lacks now."""
+
+
 class BadRequest(UserError):
     """A value that no server could accept."""
 

@@ -6,7 +6,6 @@ A registered split is a JSON Lines file, NAME/SPLIT.jsonl in the folder of the r
 
 from __future__ import annotations
 
-import csv
 import fcntl
 import json
 import os
@@ -22,7 +21,7 @@ from typing_extensions import override
 
 from tinsmith.atomic import atomic_write
 from tinsmith.errors import ConfigError
-from tinsmith.rl.data.row_sources import Files, Jsonl
+from tinsmith.rl.data.files.paths import read_files
 
 Row = dict[str, Any]
 
@@ -76,22 +75,7 @@ class Dataset(Sequence[Row]):
     @classmethod
     def load_data(cls, path: str | Path) -> Dataset:
         """The rows of a json, jsonl, csv, parquet or arrow file. Raises ConfigError."""
-        file = Path(path).expanduser()
-        if not file.is_file():
-            raise ConfigError(f"There is no data file {file}.", "Check the path.")
-        match file.suffix:
-            case ".jsonl":
-                return cls(Jsonl(path=str(file)).read())
-            case ".json":
-                rows = json.loads(file.read_text(encoding="utf-8"))
-                if not isinstance(rows, list):
-                    raise ConfigError(f"{file} does not hold a list of rows.", "Write a JSON list, or use .jsonl.")
-                return cls(rows)
-            case ".csv":
-                with file.open(encoding="utf-8", newline="") as lines:
-                    return cls(csv.DictReader(lines))
-            case _:
-                return cls(Files(path=str(file)).read())
+        return cls(read_files(str(path)))
 
 
 class DatasetRegistry:

@@ -86,9 +86,10 @@ def test_rows_are_recorded_by_their_hash():
     assert len({record(rows) for rows in (ROWS, ROWS[::-1], ROWS[:4], [*ROWS[:4], {**ROWS[4], "level": 0}])}) == 4
 
 
-def test_files_reject_unknown_extensions():
-    with pytest.raises(ConfigError, match="does not have the extension"):
-        Files(path="sums.xlsx").load()
+def test_files_reject_unknown_extensions(tmp_path):
+    (tmp_path / "sums.xlsx").write_bytes(b"PK")
+    with pytest.raises(ConfigError, match=r"does not have the extension.*CSV"):
+        Files(path=str(tmp_path / "sums.xlsx")).load()
 
 
 def test_sql_table_is_ordered_by_primary_key(database):

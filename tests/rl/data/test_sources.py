@@ -61,7 +61,7 @@ def test_load_errors_give_the_reason(source, sentence):
 
 
 def test_template_with_unknown_field_is_an_error():
-    with pytest.raises(ConfigError, match=r"addition: .* cannot be filled: 'c'") as caught:
+    with pytest.raises(ConfigError, match=r"addition: .* cannot be filled: there is no field 'c'") as caught:
         Addition(prompt="{a} + {c}").load()[0]
     assert "a, b" in caught.value.hint
 
@@ -83,7 +83,9 @@ def write(path, rows):
         ("{a!b}", {"a!b": "7"}, "7"),
         ("{final answer}, {1}", {"final answer": "{7}", "1": "x"}, "{7}, x"),
         ("{number:.1f} {{}}", {"number": 7}, "7.0 {}"),
-        ("{answer}", {"answer": None}, ""),
+        ("{answer}", {"answer": True}, "true"),
+        ("{answer}", {"answer": ["é", {"of": None}]}, '["é", {"of": null}]'),
+        ("{answer}", {"answer": "é".encode()}, "é"),
     ],
 )
 def test_template_field_is_a_literal_name_or_a_path(template, row, answer):
@@ -144,11 +146,11 @@ def test_jsonl_prompt_may_be_a_chat(tmp_path):
 
 
 def test_jsonl_errors_name_the_row(tmp_path):
-    with pytest.raises(ConfigError, match=r"x/0: .*cannot be filled: 'question'") as caught:
+    with pytest.raises(ConfigError, match=r"x.jsonl, line 1: .*: there is no field 'question'") as caught:
         Jsonl(path=write(tmp_path / "x.jsonl", [{"problem": "p", "answer": "1"}])).load()
     assert "answer, problem" in caught.value.hint
     (tmp_path / "y.jsonl").write_text('{"question": "q", "answer": "a"}\n{"question"\n')
-    with pytest.raises(ConfigError, match="object 2"):
+    with pytest.raises(ConfigError, match=r"y.jsonl, line 2"):
         Jsonl(path=str(tmp_path / "y.jsonl")).load()
     (tmp_path / "z.jsonl").write_text("[1]\n")
     with pytest.raises(ConfigError, match="is not a JSON object"):

@@ -31,6 +31,16 @@ def read_images(values: Any, place: str) -> list[Image]:
     return [_image(value, place) for value in (values if several else [values]) if value is not None]
 
 
+def check_image_files(values: Any, place: str) -> None:
+    """Raise ConfigError that names `place` if one of the images in a field of a row is a path without a file, or a URL.
+    No file is read."""
+    several = isinstance(values, Sequence) and not isinstance(values, str | bytes | bytearray)
+    for value in values if several else [values]:
+        path = value.get("path") if isinstance(value, Mapping) and value.get("bytes") is None else value
+        if isinstance(path, str | Path) and not str(path).startswith("data:"):
+            _file(path, place)
+
+
 def place_images(messages: Sequence[Message], images: Sequence[Image], place: str) -> tuple[Message, ...]:
     """The messages with the images at their marks, or where content parts have them already.
 
@@ -86,20 +96,22 @@ def _image(value: Any, place: str) -> Image:
         value = next((value[key] for key in ("bytes", "path", "url") if value.get(key) is not None), None)
     if isinstance(value, str) and value.startswith("data:"):
         return _of_file(read_data_url(value)[1], place)
-    if isinstance(value, str) and "://" in value:
-        raise ConfigError(f"{place}: the image {value[:60]} is a URL, which is not fetched.", _HINT)
     if isinstance(value, str | Path):
-        file = Path(value).expanduser()
-        if not file.is_file():
-            raise ConfigError(
-                f"{place}: there is no image file {file}.", "Paths are relative to the working directory."
-            )
-        return _of_file(file.read_bytes(), place)
+        return _of_file(_file(value, place).read_bytes(), place)
     if isinstance(value, bytes | bytearray):
         return _of_file(bytes(value), place)
     if isinstance(value, Pictures.Image):
         return Image.of(_png(value))
     raise ConfigError(f"{place}: an image is a {type(value).__name__}.", _HINT)
+
+
+def _file(path: str | Path, place: str) -> Path:
+    if "://" in str(path):
+        raise ConfigError(f"{place}: the image {str(path)[:60]} is a URL, which is not fetched.", _HINT)
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{place}: there is no image file {file}.", "Paths are relative to the working directory.")
+    return file
 
 
 def _of_file(file: bytes, place: str) -> Image:

@@ -14,9 +14,9 @@ from typing import Any, TypeVar, overload
 from typing_extensions import override
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.data.images import place_images, read_images, read_parts
+from tinsmith.rl.data.images import check_image_files, place_images, read_images, read_parts
 from tinsmith.rl.types import Demonstration, Image, Message, Task
-from tinsmith.settings import Settings
+from tinsmith.settings import Settings, did_you_mean
 
 T = TypeVar("T")
 
@@ -46,23 +46,58 @@ def user_task(task_id: str, question: str, answer: str) -> Task:
 
 
 def fill_template(template: str, values: Mapping[str, Any], place: str) -> str:
-    """`template` with its {fields} replaced by `values`.
+    """`template` with its {fields} replaced by `values`: text as it is, null as empty text, other values as JSON text.
 
     A name in braces is the exact name of a field, with any characters, or a path such as {answer.value} or
     {answers[0]}. Raises ConfigError that names `place` and the fields of `values`.
     """
+    return _filled(template, values, place)[0]
+
+
+def _filled(template: str, row: Mapping[str, Any], place: str) -> tuple[str, dict[str, Any]]:
+    """The filled template, and the values of its fields by their names."""
+    name = template[1:-1]
+    if template == f"{{{name}}}" and name in row:
+        return _text(row[name], place, name), {name: row[name]}
+    formatter = _RowFormatter(row, place)
     try:
-        return _RowFormatter(values).vformat(template, (), values)
-    except (LookupError, ValueError, TypeError, AttributeError) as error:
-        fields = ", ".join(sorted(map(str, values)))
-        raise ConfigError(f"{place}: {template!r} cannot be filled: {error}.", f"Its fields are: {fields}.") from error
+        return formatter.vformat(template, (), row), formatter.values
+    except LookupError as error:
+        problem = f"there is no field {formatter.name!r}" if formatter.name else str(error)
+    except (ValueError, TypeError, AttributeError) as error:
+        problem = str(error).rstrip(".")
+    near = did_you_mean(formatter.name, map(str, row)) if formatter.name else ""
+    fields = f"Its fields are: {', '.join(sorted(map(str, row)))}."
+    raise ConfigError(f"{place}: {template!r} cannot be filled: {problem}.", f"{near} {fields}".lstrip())
+
+
+def _text(value: Any, place: str, name: str) -> str:
+    """A value in a text: null is empty, true, lists and mappings are JSON text, bytes are UTF-8."""
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return ""
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{place}: the field {name!r} holds bytes, not text.", "Use a field with text."
+            ) from error
+    if isinstance(value, bool | list | tuple | Mapping):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return str(value)
 
 
 class _RowFormatter(Formatter):
     """Python's format syntax, with names looked up in a row."""
 
-    def __init__(self, row: Mapping[str, Any]) -> None:
-        self._row = row
+    def __init__(self, row: Mapping[str, Any], place: str) -> None:
+        self._row, self._place = row, place
+        self.name = ""
+        """The field that was looked up last, or is missing."""
+        self.values: dict[str, Any] = {}
+        """Values of the fields so far, by name."""
 
     @override
     def parse(self, format_string: str) -> Iterator[tuple[str, str | None, str | None, str | None]]:
@@ -78,8 +113,25 @@ class _RowFormatter(Formatter):
 
     @override
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
-        value = _value(kwargs, field_name)
+        self.name = field_name
+        self.values[field_name] = value = _value(kwargs, field_name)
         return "" if value is None else value, field_name
+
+    @override
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return super().format_field(value, format_spec) if format_spec else _text(value, self._place, self.name)
+
+
+def _fields(template: str) -> tuple[str, ...]:
+    """The names between the braces of a template, as they are written."""
+    try:
+        return tuple(
+            f"{name}{f'!{conversion}' if conversion else ''}{f':{spec}' if spec else ''}"
+            for _, name, spec, conversion in Formatter().parse(template)
+            if name is not None
+        )
+    except ValueError:
+        return ()
 
 
 def _value(row: Mapping[str, Any], name: str) -> Any:
@@ -101,7 +153,8 @@ class RowMapping(Settings):
     answer: str = "{answer}"
     """Template of the answer, with fields of the row in braces; empty if the rows have no answer."""
     answer_optional: bool = False
-    """Of tasks: if a row lacks the field that `answer` names, its answer is empty; otherwise this is an error."""
+    """Of tasks: rows may lack the field that `answer` names, or have null or no text in it, and then have no answer;
+    otherwise this is an error."""
     answer_after: str = ""
     """Of tasks: the answer is the text after the last occurrence of this mark, such as '####' in GSM8K.
     Demonstrations keep the whole answer."""
@@ -126,56 +179,99 @@ class RowMapping(Settings):
     tools_key: str = ""
     """Of demonstrations: field with the list of tools for the chat template, as a list or as JSON text."""
 
-    def task(self, task_id: str, row: Mapping[str, Any]) -> Task:
-        """The task of a row. Raises ConfigError that names the row and its fields if a field is missing."""
-        has_no_answer = self.answer_optional and _single_field(self.answer, row) is None
-        answer = "" if has_no_answer else fill_template(self.answer, row, task_id)
-        if self.answer_after:
-            answer = answer.rpartition(self.answer_after)[2]
+    def task(self, task_id: str, row: Mapping[str, Any], place: str = "") -> Task:
+        """The task of a row. Raises ConfigError that names `place` (default: the task) if the row does not have what
+        the templates name."""
+        place = place or task_id
         reply_start = (Message(role="assistant", content=self.reply_prefix),) if self.reply_prefix else ()
         return Task(
             id=task_id,
-            messages=(*self._prompt_messages(task_id, row), *reply_start),
-            answer=answer.strip(),
-            extra=self._extra(task_id, row),
+            messages=(*self._prompt_messages(place, row), *reply_start),
+            answer=self._answer(place, row),
+            extra=self._extra(place, row),
         )
 
-    def demonstration(self, demonstration_id: str, row: Mapping[str, Any]) -> Demonstration:
-        """The reply, or pair of replies, of a row. Raises ConfigError that names the row if it has no reply."""
-        messages = self._prompt_messages(demonstration_id, row)
-        tools = self._tools(demonstration_id, row)
+    def check_task(self, row: Mapping[str, Any], place: str) -> None:
+        """Raises ConfigError as `task` does, but reads no images: their files must exist."""
+        self._answer(place, row)
+        self._extra(place, row)
+        self._system(place, row)
+        if self.images:
+            check_image_files(self._field(self.images, row, place), place)
+        chat = _single_field(self.prompt, row)
+        if isinstance(chat, list) and self.images:
+            return  # its parts of type image need the images
+        if _chat(self.prompt, row, place) is None:
+            self._prompt(place, row, beside_images=bool(self.images))
+
+    def demonstration(self, demonstration_id: str, row: Mapping[str, Any], place: str = "") -> Demonstration:
+        """The reply, or pair of replies, of a row. Raises ConfigError that names `place` if it has no reply."""
+        place = place or demonstration_id
+        messages = self._prompt_messages(place, row)
+        tools = self._tools(place, row)
         if self.chosen or self.rejected:
             chosen, rejected = (
-                self._with_reply(template, messages, row, demonstration_id) for template in (self.chosen, self.rejected)
+                self._with_reply(template, messages, row, place) for template in (self.chosen, self.rejected)
             )
             return Demonstration(id=demonstration_id, messages=chosen, rejected=rejected, tools=tools)
         if not self.reply and messages[-1].role == "assistant":
             return Demonstration(id=demonstration_id, messages=messages, tools=tools)
-        messages = self._with_reply(self.reply or self.answer, messages, row, demonstration_id)
+        messages = self._with_reply(self.reply or self.answer, messages, row, place)
         return Demonstration(id=demonstration_id, messages=messages, tools=tools)
 
-    def text(self, demonstration_id: str, row: Mapping[str, Any]) -> Demonstration:
+    def text(self, demonstration_id: str, row: Mapping[str, Any], place: str = "") -> Demonstration:
         """The filled prompt as plain text to train on, without a chat."""
-        message = Message(role="assistant", content=fill_template(self.prompt, row, demonstration_id))
+        message = Message(role="assistant", content=self._prompt(place or demonstration_id, row))
         return Demonstration(id=demonstration_id, messages=(message,))
 
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Fields of a row that the templates and keys name, and the beginnings of paths into them."""
+        templates = (self.prompt, self.answer, self.reply, self.chosen, self.rejected)
+        names = [name for template in templates for name in _fields(template)]
+        starts = [re.split(r"[.\[!:]", name)[0] for name in names]
+        return tuple(filter(None, (*names, *starts, self.system_key, self.tools_key, self.images, *self.extra)))
+
+    def _answer(self, place: str, row: Mapping[str, Any]) -> str:
+        if self.answer_optional and _single_field(self.answer, row) is None:
+            return ""
+        text, values = _filled(self.answer, row, place)
+        if self.answer_after:
+            text = text.rpartition(self.answer_after)[2]
+        text = text.strip()
+        if values and not self.answer_optional and (not text or None in values.values()):
+            raise _no_text("answer", self.answer, values, place, self.answer_after)
+        return text
+
+    def _prompt(self, place: str, row: Mapping[str, Any], *, beside_images: bool = False) -> str:
+        text, values = _filled(self.prompt, row, place)
+        if values and not beside_images and (not text.strip() or all(value is None for value in values.values())):
+            raise _no_text("prompt", self.prompt, values, place)
+        return text
+
+    def _field(self, name: str, row: Mapping[str, Any], place: str) -> Any:
+        if name not in row:
+            near, fields = did_you_mean(name, map(str, row)), ", ".join(map(str, row))
+            raise ConfigError(f"{place} has no field {name!r}.", f"{near} Its fields are: {fields}.".lstrip())
+        return row[name]
+
     def _prompt_messages(self, row_id: str, row: Mapping[str, Any]) -> tuple[Message, ...]:
-        if self.images and self.images not in row:
-            raise ConfigError(f"{row_id} has no field {self.images!r}.", f"Its fields are: {', '.join(row)}.")
-        images = read_images(row[self.images], row_id) if self.images else []
+        images = read_images(self._field(self.images, row, row_id), row_id) if self.images else []
         messages = _chat(self.prompt, row, row_id, images)
         if messages is None:
-            messages = (Message(role="user", content=fill_template(self.prompt, row, row_id)),)
+            messages = (Message(role="user", content=self._prompt(row_id, row, beside_images=bool(images))),)
         messages = place_images(messages, images, row_id)
-        if self.system_key and self.system_key not in row:
-            raise ConfigError(f"{row_id} has no field {self.system_key!r}.", f"Its fields are: {', '.join(row)}.")
-        system = str(row[self.system_key] or "") if self.system_key else ""
-        system = system or self.system
+        system = self._system(row_id, row)
         return (Message(role="system", content=system), *messages) if system else messages
 
+    def _system(self, place: str, row: Mapping[str, Any]) -> str:
+        text = _text(self._field(self.system_key, row, place), place, self.system_key) if self.system_key else ""
+        return text or self.system
+
     def _extra(self, row_id: str, row: Mapping[str, Any]) -> dict[str, Any]:
-        if missing := [name for name in self.extra if name not in row and name != "*"]:
-            raise ConfigError(f"{row_id} has no field {missing[0]!r}.", f"Its fields are: {', '.join(row)}.")
+        for name in self.extra:
+            if name != "*":
+                self._field(name, row, row_id)
         if "*" in self.extra:
             return {name: value for name, value in row.items() if not self.images or name != self.images}
         return {name: row[name] for name in self.extra}
@@ -199,10 +295,25 @@ class RowMapping(Settings):
             )
         chat = _chat(template, row, row_id)
         if chat is None:
-            return (*messages, Message(role="assistant", content=fill_template(template, row, row_id)))
+            text, values = _filled(template, row, row_id)
+            if values and (not text.strip() or None in values.values()):
+                raise _no_text("reply", template, values, row_id)
+            return (*messages, Message(role="assistant", content=text))
         if chat[-1].role != "assistant":
             raise ConfigError(f"{row_id}: the chat in {template} does not end with an assistant message.")
         return chat if len(chat) > 1 else (*messages, *chat)
+
+
+def _no_text(part: str, template: str, values: Mapping[str, Any], place: str, mark: str = "") -> ConfigError:
+    """Error for a row whose filled template is empty, or that has null in a field of it."""
+    nulls = [name for name, value in values.items() if value is None]
+    name = (nulls or [next(iter(values))])[0]
+    why = f"nothing follows {mark!r}" if mark and not nulls else f"{name!r} is {'null' if nulls else 'empty'}"
+    if part != "answer":
+        hint = f"Complete or remove the row, or name another field in {part}."
+    else:
+        hint = "Complete or remove the row; if no reward reads the answers, set answer_optional: true on the source."
+    return ConfigError(f"{place} has no {part}: {why}.", hint)
 
 
 def _single_field(template: str, row: Mapping[str, Any]) -> Any:

@@ -1,6 +1,6 @@
 """Sources of rows: files, the Hugging Face hub, databases. A source returns the same rows in every run.
 
-`row_mapping.py` converts rows to tasks. Relative paths are relative to the working directory.
+`files/` reads files, `row_mapping.py` converts rows to tasks. Relative paths are relative to the working directory.
 
 Example: Jsonl(type="jsonl", path="gsm8k.jsonl", answer_after="####").load()[0].answer == "72"
 """
@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import field_serializer, field_validator, model_validator
 from typing_extensions import override
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, Unreachable
 from tinsmith.plurals import counted
+from tinsmith.rl.data.files.paths import read_files, read_json_file, title
+from tinsmith.rl.data.files.tables import load_named
 from tinsmith.rl.data.row_mapping import LazySequence, RowMapping
-from tinsmith.rl.data.row_operators import Operator, Rows, apply_operators
+from tinsmith.rl.data.row_operators import Operator, apply_operators
+from tinsmith.rl.data.rows import ListedRows, Rows
 from tinsmith.rl.types import Demonstration, Task
+
+T = TypeVar("T")
 
 LearnFrom = Literal["last", "all", "text"]
 """Which tokens of a demonstration to train on: the last reply, all replies, or plain text without a chat."""
@@ -44,24 +49,30 @@ class RowSource(RowMapping):
         raise NotImplementedError
 
     def rows(self) -> Rows:
-        """All rows in order, after operators."""
-        return apply_operators(self.read(), self.operators, self.label)
+        """All rows in order, after operators. Raises ConfigError if there are none."""
+        rows = self.read()
+        if not len(rows):
+            raise ConfigError(f"{self.label} has no rows.", "Check the name of the source.")
+        return apply_operators(rows, self.operators, self.label)
 
     def load(self) -> Sequence[Task]:
-        """A task per row. An invalid first row raises ConfigError here, a later one when it is accessed."""
+        """A task per row. Raises ConfigError that names the first invalid row; images are read when accessed."""
         rows = self.rows()
-        tasks = LazySequence(len(rows), lambda index: self.task(f"{self.label}/{index}", rows[index]))
-        return _check_first(tasks)
+        for index, row in enumerate(rows.narrowed(self.fields)):
+            self.check_task(row, rows.place(index))
+        return _with_first(len(rows), lambda at: self.task(f"{self.label}/{at}", rows.row(at), rows.place(at)))
 
     def demonstrations(self, learn: LearnFrom) -> Sequence[Demonstration]:
-        """A demonstration per row. An invalid first row raises ConfigError here, a later one when it is accessed."""
+        """A demonstration per row. Raises ConfigError that names the first invalid row."""
         rows, make = self.rows(), self.text if learn == "text" else self.demonstration
-        return _check_first(LazySequence(len(rows), lambda index: make(f"{self.label}/{index}", rows[index])))
+        for index, row in enumerate(rows.narrowed(self.fields)):
+            make("", row, rows.place(index))
+        return _with_first(len(rows), lambda at: make(f"{self.label}/{at}", rows.row(at), rows.place(at)))
 
     def feature(self, key: str) -> np.ndarray:
         """float64 [M]: field `key` of all M rows. Raises ConfigError if a row has no number in it."""
         try:
-            return np.array([float(row[key]) for row in self.rows()], np.float64)
+            return np.array([float(row[key]) for row in self.rows().narrowed([key])], np.float64)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{self.label}: not every row has a number in {key!r}.", "Set tasks.order.by to a numeric field."
@@ -69,7 +80,7 @@ class RowSource(RowMapping):
 
 
 class Jsonl(RowSource):
-    """A file with a JSON object on each line."""
+    """A file with a JSON object on each line, or with a list of objects; it may be compressed."""
 
     type: Literal["jsonl"] = "jsonl"
     path: str
@@ -78,15 +89,11 @@ class Jsonl(RowSource):
     @property
     @override
     def label(self) -> str:
-        return Path(self.path).stem
+        return title(self.path)
 
     @override
     def read(self) -> Rows:
-        file = Path(self.path).expanduser()
-        if not file.is_file():
-            raise ConfigError(f"There is no data file {file}.", "Check path; it is relative to the working directory.")
-        with file.open(encoding="utf-8") as lines:
-            return list(_objects(file, (line for line in lines if line.strip())))
+        return read_json_file(self.path)
 
 
 class InlineRows(RowSource):
@@ -127,31 +134,26 @@ class InlineRows(RowSource):
 
     @override
     def read(self) -> Rows:
-        return list(self.data)
+        return ListedRows(self.data, lambda index: f"{self.name}, row {index + 1}")
 
 
 class Files(RowSource):
-    """Parquet, CSV, JSON or Arrow files, read with the datasets package in the order of their names."""
+    """CSV, JSON, Parquet or Arrow files, in the order of their names. Values of CSV are text; those of JSON are as with
+    type jsonl."""
 
     type: Literal["files"] = "files"
     path: str
-    """A file, or a pattern such as data/*.parquet. Its extension is its format: parquet, csv, json, jsonl or arrow."""
+    """A file, or a pattern such as data/*.parquet. Its extension is its format: csv, tsv, json, jsonl, ndjson, parquet
+    or arrow; text may be compressed, as in rows.csv.gz."""
 
     @property
     @override
     def label(self) -> str:
-        return Path(self.path).stem
+        return title(self.path)
 
     @override
     def read(self) -> Rows:
-        formats = {"parquet": "parquet", "csv": "csv", "json": "json", "jsonl": "json", "arrow": "arrow"}
-        format_name = formats.get(Path(self.path).suffix.removeprefix("."))
-        if format_name is None:
-            raise ConfigError(
-                f"{self.path} does not have the extension of a supported format.",
-                f"Set path to a file with one of the extensions {', '.join(formats)}.",
-            )
-        return _load_dataset(self.path, format_name, data_files=str(Path(self.path).expanduser()), split="train")
+        return read_files(self.path)
 
 
 class Hub(RowSource):
@@ -176,8 +178,8 @@ class Hub(RowSource):
         folder = Path(self.name).expanduser()
         if self.subset and folder.is_dir() and not (folder / "README.md").is_file():
             subfolder = folder / self.subset
-            return _load_dataset(self.name, str(subfolder if subfolder.is_dir() else folder), split=self.split)
-        return _load_dataset(self.name, self.name, self.subset, split=self.split)
+            return load_named(self.name, str(subfolder if subfolder.is_dir() else folder), None, self.split)
+        return load_named(self.name, str(folder) if folder.is_dir() else self.name, self.subset, self.split)
 
 
 class Sql(RowSource):
@@ -205,51 +207,33 @@ class Sql(RowSource):
     @override
     def read(self) -> Rows:
         from sqlalchemy import MetaData, Table, create_engine, make_url, select, text
-        from sqlalchemy.exc import SQLAlchemyError
+        from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
+        is_local = self.url.startswith("sqlite")
         try:
-            engine = create_engine(make_url(self.url))
+            url = make_url(self.url)
+            if is_local and url.database not in (None, "", ":memory:") and not Path(str(url.database)).exists():
+                raise ConfigError(f"There is no database file {url.database}.", "Check url.")
+            engine = create_engine(url)
             try:
                 with engine.connect() as db:
                     if self.query:
-                        return [dict(row) for row in db.execute(text(self.query)).mappings()]
-                    table = Table(self.table, MetaData(), autoload_with=db)
-                    rows = db.execute(select(table).order_by(*table.primary_key.columns)).mappings()
-                    return [dict(row) for row in rows]
+                        found_rows = db.execute(text(self.query)).mappings()
+                    else:
+                        table = Table(self.table, MetaData(), autoload_with=db)
+                        found_rows = db.execute(select(table).order_by(*table.primary_key.columns)).mappings()
+                    rows = [dict(row) for row in found_rows]
             finally:
                 engine.dispose()
         except (SQLAlchemyError, ImportError) as error:
             reason = str(error).splitlines()[0]  # later lines may contain the URL with its password
-            raise ConfigError(f"Cannot read the rows of {self.label}: {reason}", "Check url and table.") from error
+            kind = Unreachable if isinstance(error, DBAPIError) and not is_local else ConfigError
+            raise kind(f"Cannot read the rows of {self.label}: {reason}", "Check url and table.") from error
+        return ListedRows(rows, lambda index: f"{self.label}, row {index + 1}")
 
 
-def _check_first(items: LazySequence[Any]) -> LazySequence[Any]:
-    """Return `items` after creating the first item, so that a wrong mapping raises before the run starts."""
-    if not len(items):
-        return items
+def _with_first(length: int, make: Callable[[int], T]) -> LazySequence[T]:
+    """A sequence after creating its first item whole, with its images."""
+    items = LazySequence(length, make)
     _ = items[0]
     return items
-
-
-def _load_dataset(label: str, *arguments: Any, **options: Any) -> Rows:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ConfigError(f"{label} needs the datasets package.", "Run pip install 'tinsmith[hub]'.") from error
-    try:
-        return load_dataset(*arguments, **options)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"Cannot load the dataset {label}: {error}") from error
-
-
-def _objects(file: Path, lines: Iterable[str]) -> Iterable[dict[str, Any]]:
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(
-                f"{file}, object {number} is not valid JSON: {error}.", "Write one JSON object on each line."
-            ) from error
-        if not isinstance(row, dict):
-            raise ConfigError(f"{file}, object {number} is not a JSON object.", "Write one JSON object on each line.")
-        yield row

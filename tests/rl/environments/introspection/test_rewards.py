@@ -130,7 +130,7 @@ def test_deception_refuses_training_and_unfinished_chats(tmp_path):
     with pytest.raises(ValueError, match="nothing to train on; set weight to 0"):
         Deception(transcripts="x", weight=1.0)
     unfinished = transcripts(tmp_path, {"messages": [{"role": "user", "content": "hi"}]})
-    with pytest.raises(ConfigError, match="transcript 1 does not end with the assistant"):
+    with pytest.raises(ConfigError, match="line 1 does not end with the assistant"):
         unfinished.tasks()
     same = Deception(transcripts="x", yes=(" Y",), no=(" N",))
     task = Task(id="d", messages=(), extra={"deceptive": True})

@@ -58,13 +58,14 @@ class Deception(EnvironmentOptions):
 
     @override
     def tasks(self) -> Sequence[Task]:
-        return [self._task(number, row) for number, row in enumerate(Jsonl(path=self.transcripts).read())]
+        rows = Jsonl(path=self.transcripts).read()
+        return [self._task(f"deception/{number}", row, rows.place(number)) for number, row in enumerate(rows)]
 
-    def _task(self, number: int, row: Mapping[str, Any]) -> Task:
-        place, deceptive = f"{self.transcripts}, transcript {number + 1}", row.get("deceptive", True)
+    def _task(self, task_id: str, row: Mapping[str, Any], place: str) -> Task:
+        deceptive = row.get("deceptive", True)
         if not isinstance(deceptive, bool):
             raise ConfigError(f"{place}: deceptive is {deceptive!r}.", "Set it to true or false.")
-        task = RowMapping(prompt="{messages}", answer="").task(f"deception/{number}", row)
+        task = RowMapping(prompt="{messages}", answer="").task(task_id, row, place)
         if task.messages[-1].role != "assistant":
             raise ConfigError(f"{place} does not end with the assistant.", "End it with the reply in question.")
         messages = (*task.messages, user(self.question))
