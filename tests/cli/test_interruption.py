@@ -145,5 +145,5 @@ def test_interrupted_check_prints_nothing_about_resuming(capsys, monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tinsmith.cli.run_file._read", interrupted)
+    monkeypatch.setattr("tinsmith.cli.check.read_with_notes", interrupted)
     assert error_of(capsys, monkeypatch, "check", "file.yaml") == (130, "interrupted")

@@ -53,7 +53,7 @@ app.command("tinsmith.cli.backup:verify", name="verify", help="Check a data fold
 app.command("tinsmith.cli.transfer:import_adapter", name="import", help="Import a PEFT adapter as a checkpoint.")
 app.command("tinsmith.cli.transfer:export", name="export", help="Export a checkpoint as an adapter or a model.")
 app.command("tinsmith.cli.machine:models", name="models", help="List served and downloaded base models, or fetch one.")
-app.command("tinsmith.cli.run_file:check", name="check", help="Check a run file without starting anything.")
+app.command("tinsmith.cli.check:check", name="check", help="Check a run file and its data without starting anything.")
 app.command("tinsmith.cli.run_file:config", name="config", help="Show a run file with all settings, or convert one.")
 app.command("tinsmith.cli.data:app", name="data", help="Prepare datasets as JSONL files for run files.")
 app.command("tinsmith.cli.log:log", name="log", help="Show the log of a run.")

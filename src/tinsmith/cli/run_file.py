@@ -1,5 +1,4 @@
-"""The commands that only read a run file, `tinsmith check`, `config show` and `config convert`; and the arguments that
-name a run file in every command.
+"""The commands `tinsmith config show` and `config convert`, and the arguments that name a run file in every command.
 
 Messages go to standard error: standard output is the run file.
 """
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from tinsmith.errors import ConfigError
-from tinsmith.plurals import counted
 from tinsmith.terminal import new_console
 
 if TYPE_CHECKING:
@@ -60,26 +58,11 @@ def file_and_overrides(command: str, words: Sequence[str], config: Path | None) 
     return Path(words[0]), words[1:]
 
 
-def check(*words: FileAndOverrides, config: Config = None, plugin_dir: PluginDir = None) -> None:
-    """Check a run file without starting anything, and note keys that have no effect.
-
-    Also checks on this machine what the monitors need: packages, API keys, servers that respond; and, for tasks with
-    images, whether the model takes them, as its server or its folder says. Exits with 0, or with
-    2 after listing every error with its fix.
-    """
-    file, overrides = file_and_overrides("check", words, config)
-    run_file = _read(file, with_plugins(overrides, plugin_dir))
-    _check_monitors(run_file.settings)
-    _check_images(run_file.settings)
-    dialect = f", a file of {run_file.dialect}," if run_file.dialect else ""
-    sys.stdout.write(f"{file}{dialect} is valid: {_summary(run_file.settings)}\n")
-
-
 @config.command
 def show(*words: FileAndOverrides, config: Config = None, plugin_dir: PluginDir = None) -> None:
     """Print a run file with all its settings, defaults included, in Tinsmith's format."""
     file, overrides = file_and_overrides("config show", words, config)
-    run_file = _read(file, with_plugins(overrides, plugin_dir))
+    run_file = read_with_notes(file, with_plugins(overrides, plugin_dir))
     sys.stdout.write(_yaml(run_file.settings.model_dump(mode="json")))
 
 
@@ -95,7 +78,7 @@ def convert(
         File to write; an existing file is an error. Default: standard output.
     """
     file, overrides = file_and_overrides("config convert", words, config)
-    run_file = _read(file, with_plugins(overrides, plugin_dir))
+    run_file = read_with_notes(file, with_plugins(overrides, plugin_dir))
     text = _yaml(_plain(run_file.settings))
     if out is None:
         sys.stdout.write(text)
@@ -126,62 +109,13 @@ def print_notes(run_file: RunFile, console: Console) -> None:
         console.print(f"[dim]note: {escape(note)}[/]", highlight=False)
 
 
-def _stages(run: RunConfig) -> list[RunConfig]:
-    return [run.stage_config(number) for number in range(1, len(run.stages) + 1)] or [run]
-
-
-def _check_images(run: RunConfig) -> None:
-    """Raises ConfigError for tasks with images on a model that takes none."""
-    from tinsmith.rl.run_parts import image_field
-    from tinsmith.runner import takes_images
-
-    for stage in _stages(run):
-        if (field := image_field(stage)) and takes_images(stage) is False:
-            raise ConfigError(
-                f"The tasks have images in their field {field!r}, and the model {stage.model.name} takes none.",
-                "Use a vision-language model (docs/guides/images.md), or remove images from the source.",
-            )
-
-
-def _check_monitors(run: RunConfig) -> None:
-    """Print notes on the monitors. Raises ConfigError for one that cannot run on this machine."""
-
-    from tinsmith.rl import monitors
-    from tinsmith.rl.run import folder_path
-
-    stages = _stages(run)
-    configs = dict.fromkeys(config for stage in stages if stage.mode != "bench" for config in stage.monitors)
-    monitors.announce(tuple(configs), folder_path(run), new_console(stderr=True))
-
-
-def _read(file: Path, overrides: Sequence[str]) -> RunFile:
-
+def read_with_notes(file: Path, overrides: Sequence[str]) -> RunFile:
+    """The run file, after its notes are printed."""
     from tinsmith.dialects import read_run
 
     run_file = read_run(file, overrides)
     print_notes(run_file, new_console(stderr=True, soft_wrap=True))
     return run_file
-
-
-def _summary(run: RunConfig) -> str:
-    """A run in one line."""
-    if run.stages:
-        stages = [
-            f"{stage.name} ({''.join(_task_and_length(run.stage_config(number)))})"
-            for number, stage in enumerate(run.stages, 1)
-        ]
-        return f"{counted(len(stages), 'stage')} on {run.model.name}: {', '.join(stages)}"
-    mode = f"mode {run.mode}, " if run.mode in ("explore", "train") else ""
-    task, length = _task_and_length(run)
-    return f"{mode}{task} on {run.model.name}{length}"
-
-
-def _task_and_length(run: RunConfig) -> tuple[str, str]:
-    if run.mode == "bench":
-        return "comparison of checkpoints", ""
-    environments = f" with {counted(len(run.environments), 'environment')}" if run.environments else ""
-    length = counted(run.steps, "step") if run.steps else counted(run.epochs or 0, "epoch")
-    return f"{run.algorithm.type}{environments}", f", {length}"
 
 
 def _yaml(values: dict[str, Any]) -> str:

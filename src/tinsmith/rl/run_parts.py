@@ -12,6 +12,7 @@ from rich.console import Console
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.plurals import counted
 from tinsmith.rl.config import RunConfig
+from tinsmith.rl.data.demonstrations import check_pair
 from tinsmith.rl.data.tasks import HeldOutTasks, TaskSampler, TasksConfig, split
 from tinsmith.rl.environments.mixture import mixture_workflow, split_environments
 from tinsmith.rl.evaluate import EvalConfig
@@ -49,7 +50,10 @@ class RunData:
     def demonstrations(self) -> Sequence[Sequence[Demonstration]]:
         """Demonstrations of each source; none without settings for them."""
         demonstrations = self._config.demonstrations
-        return demonstrations.load() if demonstrations is not None else ()
+        loaded = demonstrations.load() if demonstrations is not None else ()
+        for part in loaded:
+            check_pair(part[0], self._config.algorithm.learns_from == "pairs")
+        return loaded
 
 
 def resolve_steps(config: RunConfig, data: RunData) -> RunConfig:

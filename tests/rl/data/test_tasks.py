@@ -80,6 +80,16 @@ def test_split_without_training_tasks_is_an_error():
         split(TasksConfig(train=Addition(high=12), held_out=9), seed=0)
 
 
+@pytest.mark.parametrize(
+    ("size", "held"), [(1, 0), (2, 1), (4, 1), (10, 1), (11, 2), (200, 20), (999, 100), (1000, 100), (5000, 100)]
+)
+def test_default_held_out_fits_the_data(size, held):
+    sampler, held_out = split(TasksConfig(train=Largest(size=size)), seed=0)
+    assert (len(held_out[""]), sampler.size) == (held, size - held)
+    _, held_out = split(TasksConfig(train=Addition(), eval=Largest(size=size)), seed=0)
+    assert len(held_out[""]) == min(size, 100)
+
+
 def test_held_out_limits_the_eval_source():
     _, held_out = split(TasksConfig(train=Addition(), eval=Largest(size=10), held_out=4), seed=0)
     assert [task.id for task in held_out[""]] == [f"largest/{index}" for index in range(4)]

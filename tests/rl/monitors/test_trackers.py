@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tests.rl.scripted_run import rows, run, settings
 from tests.service.support.databases import free_port
-from tinsmith.cli import run_file
+from tinsmith.cli import check
 from tinsmith.errors import ConfigError
 from tinsmith.rl import monitors
 from tinsmith.rl.config import RunConfig
@@ -230,12 +230,12 @@ def test_check_reports_what_monitors_lack(tmp_path, logged_out, capsys):
     file = tmp_path / "run.yaml"
     config = tracked(tmp_path, {"type": "wandb"}).model_dump(mode="json", exclude_unset=True)
     file.write_text(json.dumps(config))
-    run_file.check(str(file))
+    check.check(str(file))
     shown = capsys.readouterr()
     assert "there is no API key, so the run is recorded offline" in " ".join(shown.err.split())
     assert "is valid" in shown.out
     with pytest.raises(ConfigError, match="no API key"):
-        run_file.check(str(file), "monitors=[{type: wandb, mode: online}]")
+        check.check(str(file), "monitors=[{type: wandb, mode: online}]")
 
 
 def test_missing_tracker_package_is_an_error_with_a_fix(tmp_path, monkeypatch):

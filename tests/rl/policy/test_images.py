@@ -18,7 +18,7 @@ from tests.rl.scripted_run import run, settings
 from tests.rl.workflows.test_workflows import policy as scripted_policy
 from tests.vision import END, IMAGE, START, image_tokens, picture, save_vision_model
 from tinsmith import read_metrics
-from tinsmith.cli.run_file import check
+from tinsmith.cli.check import check
 from tinsmith.errors import ConfigError, Unsupported, UserError
 from tinsmith.rl.assembly import target_logprobs
 from tinsmith.rl.optimizer import OptimizerConfig

@@ -97,7 +97,7 @@ class Demonstrations:
         self._sources: list[_OrderedSource] = []
         for number, (source, demonstrations) in enumerate(zip(as_tuple(config.data), loaded, strict=True)):
             if len(demonstrations):
-                _check_pair(demonstrations[0], pairs)
+                check_pair(demonstrations[0], pairs)
                 row_order = config.order.row_order(
                     np.arange(len(demonstrations)), source.feature, (seed, _SEED_STREAM, number)
                 )
@@ -152,7 +152,7 @@ class Demonstrations:
 
     def _rows(self, demonstration: Demonstration) -> list[TrainingRow]:
         """Training rows of a demonstration; empty if truncation leaves nothing to learn."""
-        _check_pair(demonstration, self._pairs)
+        check_pair(demonstration, self._pairs)
         kind: Kind = "chosen" if self._pairs else "expert"
         rows = [self._row(demonstration, demonstration.messages, kind)]
         if self._pairs:
@@ -179,7 +179,8 @@ class Demonstrations:
         )
 
 
-def _check_pair(demonstration: Demonstration, pairs: bool) -> None:
+def check_pair(demonstration: Demonstration, pairs: bool) -> None:
+    """Raise ConfigError unless the demonstration is a pair of replies exactly if `pairs`."""
     if pairs and not demonstration.rejected:
         raise ConfigError(
             f"{demonstration.id} has no rejected reply.", "Set chosen and rejected on demonstrations.data."

@@ -25,6 +25,8 @@ from tinsmith.settings import Settings
 HeldOutTasks = Mapping[str, tuple[Task, ...]]
 """Held-out tasks by the name of their source; the name is empty if there is only one source."""
 
+DEFAULT_HELD_OUT = 100
+
 QuestionKey = tuple[tuple[str, str], ...]
 """Role and content of the messages that ask a question."""
 
@@ -59,8 +61,9 @@ class TasksConfig(Settings):
     """Training tasks: a source, or a list of sources. Not set in a run that learns from demonstrations alone."""
     eval: NamedSources | None = None
     """Held-out tasks: a source, or several by name. If not set, they are split off `train`."""
-    held_out: int = Field(default=100, ge=0)
-    """Number of held-out tasks: split off `train`, or the first ones of each `eval` source (0: all of them)."""
+    held_out: int | None = Field(default=None, ge=0)
+    """Number of held-out tasks: split off `train`, or the first ones of each `eval` source (0: all of them). null: 100;
+    split off fewer than 1,000 tasks, a tenth of them, rounded up."""
     split_seed: int = 0
     """Seed of the split. Separate from the run's seed, so that runs with different seeds share the held-out tasks."""
     order: OrderConfig = Shuffle()
@@ -87,7 +90,7 @@ class TasksConfig(Settings):
     @property
     def evaluates(self) -> bool:
         """Whether there are held-out tasks."""
-        return self.eval is not None or bool(self.train and self.held_out)
+        return self.eval is not None or bool(self.train and self.held_out != 0)
 
 
 class TaskSampler(Protocol):
@@ -221,13 +224,13 @@ def split(config: TasksConfig, seed: int) -> tuple[TaskSampler, HeldOutTasks]:
     rows, held_out = np.arange(total), _eval_tasks(config)
     begins = np.cumsum([0, *map(len, loaded)])
     if config.eval is None and loaded:
-        held_rows, rows = split_rows(total, config.held_out, config.split_seed)
+        held_rows, rows = split_rows(total, count_held_out(config.held_out, total), config.split_seed)
         tasks = _joined(loaded)
         held_out = {"": tuple(tasks[int(row)] for row in held_rows)}
     if loaded and not len(rows):
         raise ConfigError(
             f"tasks.train has {counted(total, 'task')}; {config.held_out} held out leave none to train on.",
-            "Set tasks.held_out lower, or give tasks.eval.",
+            "Set tasks.held_out lower, leave it out for a tenth of the tasks, or give tasks.eval.",
         )
     sources = []
     for number, (source, tasks) in enumerate(zip(config.sources, loaded, strict=True)):
@@ -237,6 +240,11 @@ def split(config: TasksConfig, seed: int) -> tuple[TaskSampler, HeldOutTasks]:
             row_order = config.order.row_order(source_rows, source.feature, order_seed)
             sources.append(SampledSource(tasks, row_order, len(source_rows)))
     return SourceSampler(sources, held_out, seed), held_out
+
+
+def count_held_out(held_out: int | None, total: int) -> int:
+    """Number of tasks to hold out of `total`: `held_out`, or if that is not set, a tenth, at most 100; never all."""
+    return held_out if held_out is not None else min(DEFAULT_HELD_OUT, -(-total // 10), max(0, total - 1))
 
 
 def split_rows(total: int, held_out: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -281,4 +289,5 @@ def _eval_tasks(config: TasksConfig) -> dict[str, tuple[Task, ...]]:
         return {}
     named = config.eval if isinstance(config.eval, dict) else {"": config.eval}
     loaded = {name: source.load() for name, source in named.items()}
-    return {name: tuple(tasks[: config.held_out or len(tasks)]) for name, tasks in loaded.items()}
+    count = DEFAULT_HELD_OUT if config.held_out is None else config.held_out
+    return {name: tuple(tasks[: count or len(tasks)]) for name, tasks in loaded.items()}

@@ -11,7 +11,14 @@ from pydantic import Field, ValidationError, field_validator
 from tinsmith.errors import ConfigError
 from tinsmith.plurals import counted
 from tinsmith.rl.data.ordering import OrderConfig, Shuffle
-from tinsmith.rl.data.tasks import SampledSource, SourceSampler, TaskSampler, split_rows
+from tinsmith.rl.data.tasks import (
+    DEFAULT_HELD_OUT,
+    SampledSource,
+    SourceSampler,
+    TaskSampler,
+    count_held_out,
+    split_rows,
+)
 from tinsmith.rl.policy.base import SamplingConfig
 from tinsmith.rl.types import Task
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
@@ -46,8 +53,9 @@ class EnvironmentOptions(Settings):
     """Share of the groups of a step, relative to the weights of the other environments; 0: only evaluated."""
     sampling: dict[str, Any] = Field(default_factory=dict)
     """Keys of `sampling` that differ from those of the run, such as {max_tokens: 64}."""
-    held_out: int = Field(default=100, ge=0)
-    """Number of tasks that are held out for evaluation; 0: none."""
+    held_out: int | None = Field(default=None, ge=0)
+    """Number of tasks that are held out for evaluation; 0: none. null: 100; of fewer than 1,000 tasks that
+    are trained on too, a tenth, rounded up."""
 
     @field_validator("sampling")
     @classmethod
@@ -69,7 +77,12 @@ class EnvironmentOptions(Settings):
     @property
     def evaluates(self) -> bool:
         """Whether the environment has held-out tasks."""
-        return self.held_out > 0
+        return self.held_out != 0
+
+    @property
+    def most_held_out(self) -> int:
+        """Largest number of held-out tasks."""
+        return DEFAULT_HELD_OUT if self.held_out is None else self.held_out
 
     @property
     def provides_rewards(self) -> bool:
@@ -107,13 +120,14 @@ class EnvironmentOptions(Settings):
         to train on."""
         held_out = self.held_out_tasks()
         if not train and held_out is not None:
-            return None, tuple(held_out[: self.held_out])
+            return None, tuple(held_out[: self.most_held_out])
         tasks = self.tasks()
         rows = np.arange(len(tasks))
         if held_out is None:
-            held_rows, rows = split_rows(len(tasks), self.held_out, _SPLIT_SEED)
+            count = count_held_out(self.held_out, len(tasks)) if self.weight else self.most_held_out
+            held_rows, rows = split_rows(len(tasks), count, _SPLIT_SEED)
             held_out = [tasks[int(row)] for row in held_rows]
-        held_out = tuple(held_out[: self.held_out])
+        held_out = tuple(held_out[: self.most_held_out])
         if not train:
             return None, held_out
         if not len(rows):

@@ -73,6 +73,8 @@ def load_tables(label: str, format_name: str, files: Sequence[Path]) -> Rows:
 
 def load_named(label: str, name: str, subset: str | None, split: str) -> Rows:
     """The rows of a split of a dataset of the hub, or of a folder with the layout of one."""
+    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
+        raise ConfigError(f"There is no folder {name}.", "Name a folder with data files, or a dataset of the hub.")
     package = _package(label)
     builder = _loaded(label, package.load_dataset_builder, name, subset)
     kind, config = type(builder).__module__.rpartition(".")[2], builder.config

@@ -53,7 +53,7 @@ class GhostTrace(EnvironmentOptions):
     """Reward of a reply that is not exactly five integers from 0 to 999."""
     seed: int = 0
     """Seed of the order of the words."""
-    held_out: int = Field(default=50, ge=0)
+    held_out: int | None = Field(default=50, ge=0)
     """Number of words that are held out for evaluation; 0: none."""
 
     @override

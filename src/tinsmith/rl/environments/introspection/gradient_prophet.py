@@ -75,7 +75,7 @@ class GradientProphet(EnvironmentOptions):
 
     @override
     def held_out_tasks(self) -> Sequence[Task]:
-        return self._tasks(self.held_out, held_out=True)
+        return self._tasks(self.most_held_out, held_out=True)
 
     @override
     def make(self, context: WorkflowContext) -> Workflow:

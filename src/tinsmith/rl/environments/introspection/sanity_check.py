@@ -32,7 +32,7 @@ class SanityCheck(StatedConfidence):
     """Number of strings of letters to repeat."""
     hard: int = Field(default=60, ge=0)
     """Number of products of numbers of nine digits."""
-    held_out: int = Field(default=120, ge=0)
+    held_out: int | None = Field(default=120, ge=0)
     """Number of questions that are held out for evaluation; 0: none."""
 
     @override

@@ -54,14 +54,16 @@ class VerifiersEnvironment(EnvironmentOptions):
     @override
     def tasks(self) -> Sequence[Task]:
         taskset = self._taskset(self._environment, self.select)
-        held_out = 0 if taskset.bounded or self._splits else self.held_out
+        held_out = 0 if taskset.bounded or self._splits else self.most_held_out
         return self._rows(taskset.skip(held_out), self.size)
 
     @override
     def held_out_tasks(self) -> Sequence[Task] | None:
         if self._splits:
-            return self._rows(self._taskset(self._load(self.eval_args or {}), self.eval_select or {}), self.held_out)
-        return self._rows(self._taskset(self._environment, self.select), self.held_out) if self._infinite else None
+            return self._rows(
+                self._taskset(self._load(self.eval_args or {}), self.eval_select or {}), self.most_held_out
+            )
+        return self._rows(self._taskset(self._environment, self.select), self.most_held_out) if self._infinite else None
 
     @override
     def task_order(self) -> OrderConfig:
