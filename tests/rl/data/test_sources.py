@@ -164,5 +164,5 @@ def test_hub_reads_a_local_folder(tmp_path, monkeypatch):
     write(tmp_path / "sums" / "train.jsonl", [{"question": "1+1?", "answer": "2"}, {"question": "1+2?", "answer": "3"}])
     tasks = Hub(name=str(tmp_path / "sums")).load()
     assert [task.answer for task in tasks] == ["2", "3"]
-    with pytest.raises(ConfigError, match="Cannot load the dataset"):
+    with pytest.raises(ConfigError, match="There is no folder"):
         Hub(name=str(tmp_path / "none")).load()
