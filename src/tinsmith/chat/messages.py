@@ -60,17 +60,21 @@ def _message(number: int, message: Mapping[str, Any], developer_role: bool, imag
 
 
 def _content(where: str, content: Any, images: list[str] | None) -> str | list[dict[str, str]]:
-    """Message content as text or, with images, as the parts that templates of vision-language models read."""
-    has_images = isinstance(content, list) and any(_kind(part) == "image_url" for part in content)
-    if images is None or not has_images:
-        return _text(where, content)
+    """Message content as text or as parts; the template's form is determined when they are rendered."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, Sequence):
+        raise BadRequest(f"{where} is neither text nor a list of parts.", "Send a string.", field=where)
     parts = []
     for part in content:
-        if _kind(part) != "image_url":
-            parts.append({"type": "text", "text": _text(where, [part])})
-            continue
-        images.append(_url(where, part["image_url"]))
-        parts.append({"type": "image"})
+        kind = _kind(part)
+        if kind == "image_url" and images is not None:
+            images.append(_url(where, part["image_url"]))
+            parts.append({"type": "image"})
+        elif kind in ("text", "refusal") and isinstance(part.get(kind), str):
+            parts.append({"type": "text", "text": part[kind]})
+        else:
+            raise Unsupported(f"{where} holds a part of type {kind}.", "Send text parts only.", field=where)
     return parts
 
 
@@ -87,30 +91,6 @@ def _url(where: str, image: Any) -> str:
 
 def _kind(part: Any) -> Any:
     return part.get("type") if isinstance(part, Mapping) else None
-
-
-def _text(where: str, content: Any) -> str:
-    """Message content as text; the parts of a list are joined by newlines."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        raise BadRequest(f"{where} is neither text nor a list of parts.", "Send a string.", field=where)
-    lines = []
-    for part in content:
-        kind = _kind(part)
-        if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
-            raise Unsupported(f"{where} holds a part of type {kind}.", "Send text parts only.", field=where)
-        lines.append(part[kind])
-    return "\n".join(lines)
-
-
-def content_text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    """The text of a parsed message's content."""
-    if isinstance(content, str) or content is None:
-        return content or ""
-    return "".join(part["text"] for part in content if part.get("type") == "text")
 
 
 def _calls(where: str, calls: Any) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tinsmith.chat.detokenizer import Detokenizer, TokenTexts
+from tinsmith.chat.rendering import render_template
 from tinsmith.errors import BadRequest, Unsupported
 
 if TYPE_CHECKING:
@@ -161,40 +162,6 @@ class Tokenizer:
 def special_token_ids(tokenizer: Any) -> frozenset[int]:
     """Ids of the special tokens of a transformers tokenizer."""
     return frozenset(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
-
-
-def render_template(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    *,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    values: Mapping[str, Any],
-    template: str | None = None,
-    owner: str = "",
-) -> str:
-    """Render a conversation with the chat template of a transformers tokenizer, or with `template` in its place.
-
-    Raises BadRequest if the template rejects the messages; `owner` names the template's model in the error.
-    """
-    from jinja2 import TemplateError
-
-    try:
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=[dict(tool) for tool in tools] if tools else None,
-            chat_template=template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tokenize=False,
-            **values,
-        )
-    except (TemplateError, ValueError, TypeError) as error:
-        raise BadRequest(
-            f"The chat template{owner} does not accept these messages: {error}", "Change the messages or the template."
-        ) from error
-    return str(text)
 
 
 class TokenizerCache:

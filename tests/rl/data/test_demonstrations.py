@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,29 @@ def test_learn_selects_the_last_reply_all_replies_or_the_text(tmp_path, learn, l
     assert row.kind == "expert"
     assert not row.logprobs.any()
     assert len(row.tokens) == len(row.targets) == len(row.mask)
+
+
+class ForgetfulCodec(CharacterCodec):
+    """Leaves out the thoughts of earlier replies, as templates of reasoning models do."""
+
+    def encode_with_loss_mask(self, messages, tools=()):
+        earlier = [replace(message, content=message.content.split(")")[-1]) for message in messages[:-1]]
+        return super().encode_with_loss_mask([*earlier, messages[-1]], tools)
+
+
+def test_all_learns_replies_that_later_contexts_change(tmp_path):
+    chat = [{**message, "content": f"(hm){message['content']}"} for message in CHAT]
+    source = {"type": "jsonl", "path": write(tmp_path, "chats.jsonl", [{"chat": chat}]), "prompt": "{chat}"}
+    config = DemonstrationsConfig.model_validate({"data": source, "learn": "all"})
+    codec = ForgetfulCodec()
+    drawn = Demonstrations(config, config.load(), {"": ()}, codec, 0, pairs=False).draw(1)
+    assert [words(row) for row in drawn] == ["(hm)one.", "(hm)two."]
+    pair = {"type": "jsonl", "path": write(tmp_path, "pairs.jsonl", [{"good": chat, "bad": chat}]), "answer": ""}
+    config = DemonstrationsConfig.model_validate(
+        {"data": {**pair, "prompt": "", "chosen": "{good}", "rejected": "{bad}"}, "learn": "all"}
+    )
+    with pytest.raises(ConfigError, match="takes several training rows"):
+        Demonstrations(config, config.load(), {"": ()}, codec, 0, pairs=True).draw(1)
 
 
 def test_pair_makes_two_adjacent_rows(tmp_path):

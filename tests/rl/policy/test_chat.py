@@ -115,7 +115,7 @@ def test_loss_mask_covers_the_last_or_every_reply(tokenizer):
     tokens, mask = chat.encode_with_loss_mask(talk)
     assert tokens == spell_all(tokenizer, talk)
     assert tokenizer.decode([token for token, m in zip(tokens, mask, strict=True) if m]) == "yes, 52<|im_end|>"
-    tokens, mask = chat.encode_with_loss_mask(talk, every=True)
+    ((tokens, mask),) = chat.encode_every_reply(talk)
     assert tokens == spell_all(tokenizer, talk)
     assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]) == "52<|im_end|>yes, 52<|im_end|>"
     with pytest.raises(UserError, match="end with the assistant"):
@@ -173,8 +173,31 @@ def test_loss_mask_includes_the_end_of_sequence_token(tokenizer, template):
     chat = Chat(tokenizer, template)
     tokens, mask = chat.encode_with_loss_mask(CONVERSATION)
     assert learned(tokenizer, tokens, mask) == ["It is 52<|im_end|>"]
-    tokens, mask = chat.encode_with_loss_mask(CONVERSATION, every=True)
+    ((tokens, mask),) = chat.encode_every_reply(CONVERSATION)
     assert learned(tokenizer, tokens, mask) == ["51<|im_end|>", "It is 52<|im_end|>"]
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_every_reply_is_learned_as_it_was_when_it_was_last(tokenizer, is_marked):
+    said = "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>"
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        + ("{% generation %}" + said + "{% endgeneration %}" if is_marked else said)
+        + "\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    if is_marked:  # only the assistant's messages are marked
+        template = MARKED.replace(
+            "{{ message.content }}<|im_end|>{% endgen", said.replace("m.", "message.") + "{% endgen"
+        )
+    replies = [Message(role="assistant", content=f"<think>{n}</think>{n}") for n in range(3)]
+    talk = [ASK, replies[0], MORE, replies[1], MORE, replies[2]]
+    rows = Chat(tokenizer, template).encode_every_reply(talk)
+    assert [learned(tokenizer, *row) for row in rows] == [[f"<think>{n}</think>{n}<|im_end|>"] for n in range(3)]
+    assert "<think>0" not in tokenizer.decode(rows[2][0])
+    (row,) = Chat(tokenizer, template).encode_every_reply(
+        [ASK, Message(role="assistant", content="a"), MORE, replies[2]]
+    )
+    assert learned(tokenizer, *row) == ["a<|im_end|>", "<think>2</think>2<|im_end|>"]
 
 
 def test_tokens_before_the_loss_mask_are_the_prompt(tokenizer):

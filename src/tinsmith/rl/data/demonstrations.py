@@ -33,7 +33,8 @@ class DemonstrationsConfig(Settings):
     """A source, or a list of sources. A source that generates tasks demonstrates their answers."""
     learn: LearnFrom = "last"
     """What to learn of a chat: its last turn (`last`) or every assistant turn (`all`); `text` learns the prompt as
-    plain text."""
+    plain text. With `all`, a chat is one training row, or several where the chat template renders a reply differently
+    once others follow (without its reasoning, for example)."""
     per_step: int = Field(default=0, ge=0)
     """Demonstrations, or pairs, in each step; 0: as many as `ratio` says, or groups_per_step in a run without
     rollouts."""
@@ -154,18 +155,30 @@ class Demonstrations:
         """Training rows of a demonstration; empty if truncation leaves nothing to learn."""
         check_pair(demonstration, self._pairs)
         kind: Kind = "chosen" if self._pairs else "expert"
-        rows = [self._row(demonstration, demonstration.messages, kind)]
-        if self._pairs:
-            rows.append(self._row(demonstration, demonstration.rejected, "rejected"))
-        return [] if any(not row.mask.any() for row in rows) else rows
+        rows = [self._row(*encoded, kind) for encoded in self._encode(demonstration, demonstration.messages)]
+        if not self._pairs:
+            return [row for row in rows if row.mask.any()]
+        rows += [self._row(*encoded, "rejected") for encoded in self._encode(demonstration, demonstration.rejected)]
+        if len(rows) > 2:
+            raise ConfigError(
+                f"The chat template renders earlier replies of {demonstration.id} differently once others follow, so "
+                "that a reply of the pair takes several training rows.",
+                "Set demonstrations.learn to last.",
+            )
+        return rows if all(row.mask.any() for row in rows) else []
 
-    def _row(self, demonstration: Demonstration, messages: Sequence[Message], kind: Kind) -> TrainingRow:
+    def _encode(
+        self, demonstration: Demonstration, messages: Sequence[Message]
+    ) -> Sequence[tuple[list[int], list[bool]]]:
+        """(tokens, loss mask) of each training row."""
         if self._config.learn == "text":
             tokens = self._codec.encode_text(messages[-1].content)
-            mask = [True] * len(tokens)
-        else:
-            every = self._config.learn == "all"
-            tokens, mask = self._codec.encode_with_loss_mask(messages, demonstration.tools, every=every)
+            return [(tokens, [True] * len(tokens))]
+        if self._config.learn == "all":
+            return self._codec.encode_every_reply(messages, demonstration.tools)
+        return [self._codec.encode_with_loss_mask(messages, demonstration.tools)]
+
+    def _row(self, tokens: list[int], mask: list[bool], kind: Kind) -> TrainingRow:
         end = self._config.max_tokens or len(tokens)
         tokens, mask = tokens[:end], mask[:end]
         zeros = np.zeros(max(0, len(tokens) - 1), np.float32)

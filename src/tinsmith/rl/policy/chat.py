@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 from typing_extensions import override
 
+from tinsmith.chat.rendering import in_form, render_template
 from tinsmith.chat.templates import NAMES, chat_template
-from tinsmith.chat.tokenizer import render_template, special_token_ids
+from tinsmith.chat.tokenizer import special_token_ids
 from tinsmith.errors import ConfigError, Unsupported, UserError
 from tinsmith.rl.policy.images import ImageEncoder
 from tinsmith.rl.types import EncodedPrompt, Image, Message, Turn
@@ -61,10 +62,28 @@ class ChatCodec(Protocol):
         return text_tokens(self.encode(conversation, tools))
 
     def encode_with_loss_mask(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, every: bool = False
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a chat and their loss mask: its last assistant message, or all of them with `every`."""
+        """Return the tokens of a chat and their loss mask: its last message, the assistant's."""
         ...
+
+    def encode_every_reply(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[tuple[list[int], list[bool]]]:
+        """Return rows of tokens with loss masks that cover each assistant message once, in its own context.
+
+        There is one row, unless the template renders a reply differently once others follow, without its reasoning for
+        example: then the replies before the change have rows of their own.
+        """
+        rows: list[tuple[list[int], list[bool]]] = []
+        for at in [at for at, message in enumerate(messages) if message.role == "assistant"] or [len(messages) - 1]:
+            tokens, mask = self.encode_with_loss_mask(messages[: at + 1], tools)
+            earlier, earlier_mask = rows[-1] if rows else ([], [])
+            if rows and tokens[: len(earlier)] == earlier:
+                rows[-1] = (tokens, [*earlier_mask, *mask[len(earlier) :]])
+            else:
+                rows.append((tokens, mask))
+        return rows
 
     def encode_text(self, text: str) -> list[int]:
         """Encode text without special tokens."""
@@ -155,9 +174,9 @@ class Chat(ChatCodec):
 
     @override
     def encode_with_loss_mask(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, every: bool = False
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[list[int], list[bool]]:
-        """(token ids of a whole chat, mask of the assistant's tokens): of its last message, or of `every` message.
+        """(token ids of a whole chat, mask of the tokens of its last message).
 
         The template's {% generation %} tags define the mask; without them it covers what the template writes after the
         start of a reply, up to the end-of-sequence token. Raises UserError if the last message is not the assistant's.
@@ -169,24 +188,15 @@ class Chat(ChatCodec):
                 "A chat to train on must end with the assistant.", "Add an assistant message, or remove the row."
             )
         if _GENERATION.search(self.template):
-            return self._encode_by_tags(messages, tools, every)
-        replies = [at for at, message in enumerate(messages) if message.role == "assistant"]
-        tokens: list[int] = []
-        mask: list[bool] = []
-        for at in replies if every else replies[-1:]:
-            before = self._render(messages[:at], tools) if at else ""
-            whole = self._render(messages[: at + 1], tools, begin_reply=False)
-            if not whole.startswith(before):  # the template starts a reply differently than it renders a finished one
-                before = self._render(messages[:at], tools, begin_reply=False) if at else ""
-            prompt = self.encode_text(before)
-            ids = prompt + self.encode_text(whole[len(before) :])
-            if prompt[: len(tokens)] != tokens:  # an earlier reply is rendered differently now, so it is not trained on
-                mask = []
-            reply = ids[len(prompt) :]
-            end = self._end_of(reply)
-            mask = [*mask, *[False] * (len(prompt) - len(mask)), *[True] * end, *[False] * (len(reply) - end)]
-            tokens = ids
-        return tokens, mask
+            return self._encode_by_tags(messages, tools)
+        earlier = messages[:-1]
+        before = self._render(earlier, tools) if earlier else ""
+        whole = self._render(messages, tools, begin_reply=False)
+        if not whole.startswith(before):  # the template starts a reply differently than it renders a finished one
+            before = self._render(earlier, tools, begin_reply=False) if earlier else ""
+        prompt, reply = self.encode_text(before), self.encode_text(whole[len(before) :])
+        end = self._end_of(reply)
+        return prompt + reply, [*[False] * len(prompt), *[True] * end, *[False] * (len(reply) - end)]
 
     def _end_of(self, reply: Sequence[int]) -> int:
         """Length of a rendered reply up to and including its end-of-sequence token."""
@@ -194,10 +204,10 @@ class Chat(ChatCodec):
         return ends[-1] + 1 if ends else len(reply)
 
     def _encode_by_tags(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], every: bool
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[list[int], list[bool]]:
         encoded = self._tokenizer.apply_chat_template(
-            [_message_json(message) for message in messages],
+            in_form(self._tokenizer, self.template, [_message_json(message) for message in messages], tools),
             tools=[dict(tool) for tool in tools] or None,
             chat_template=self.template,
             return_dict=True,
@@ -205,11 +215,9 @@ class Chat(ChatCodec):
             **self._values,
         )
         mask = [bool(flag) for flag in encoded["assistant_masks"]]
-        if not every:
-            last = max((at for at, flag in enumerate(mask) if flag), default=-1)
-            first = next((at for at in range(last, -1, -1) if not mask[at]), -1)
-            mask = [at > first and flag for at, flag in enumerate(mask)]
-        return list(encoded["input_ids"]), mask
+        last = max((at for at, flag in enumerate(mask) if flag), default=-1)
+        first = next((at for at in range(last, -1, -1) if not mask[at]), -1)
+        return list(encoded["input_ids"]), [at > first and flag for at, flag in enumerate(mask)]
 
     @override
     def encode_text(self, text: str) -> list[int]:

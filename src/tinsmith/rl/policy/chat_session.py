@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError
 
 from tinsmith.chat.images import read_data_url
 from tinsmith.chat.messages import parse_messages
+from tinsmith.chat.rendering import content_text
 from tinsmith.chat.request import ChatRequest, describe_errors
 from tinsmith.chat.tool_calls.formats import ToolCallFormat, marker_texts, tool_call_format
 from tinsmith.chat.tool_calls.parser import parse_reply
@@ -193,17 +194,18 @@ def _message(message: Mapping[str, Any]) -> Message:
 
 
 def with_images(messages: Sequence[Mapping[str, Any]], urls: Sequence[str] | None) -> list[dict[str, Any]]:
-    """Parsed messages whose content parts, if there are any, are texts and the images of `urls` in order.
+    """Parsed messages with their content as text or, with images, as texts and the images of `urls` in order.
 
     Raises Unsupported for URLs that hold no data, BadRequest for data that are no image.
     """
     waiting = iter(urls or ())
-    return [
-        {**message, "content": [_part(part, waiting) for part in message["content"]]}
-        if isinstance(message["content"], list)
-        else dict(message)
-        for message in messages
-    ]
+    return [{**message, "content": _with_images(message["content"], waiting)} for message in messages]
+
+
+def _with_images(content: str | Sequence[Mapping[str, Any]], urls: Iterator[str]) -> str | list[str | Image]:
+    if isinstance(content, str) or all(part["type"] == "text" for part in content):
+        return content_text(content)
+    return [_part(part, urls) for part in content]
 
 
 def _part(part: Mapping[str, Any], urls: Iterator[str]) -> str | Image:

@@ -71,7 +71,7 @@ class CharacterCodec(ChatCodec):
 
     @override
     def encode_with_loss_mask(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, every: bool = False
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[list[int], list[bool]]:
         tokens: list[int] = []
         mask: list[bool] = []
@@ -79,7 +79,7 @@ class CharacterCodec(ChatCodec):
             is_reply = message.role == "assistant"
             message_tokens = [*self.encode_text(message.content), *([END] if is_reply else [])]
             tokens += message_tokens
-            mask += [is_reply and (every or index == len(messages) - 1)] * len(message_tokens)
+            mask += [is_reply and index == len(messages) - 1] * len(message_tokens)
         return tokens, mask
 
     @override

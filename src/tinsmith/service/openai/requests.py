@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tinsmith.chat.messages import content_text
+from tinsmith.chat.rendering import content_text
 from tinsmith.chat.request import PromptTooLong
 from tinsmith.chat.tokenizer import Tokenizer
 from tinsmith.chat.tool_calls.formats import ToolCallFormat, marker_texts, tool_call_format
