@@ -221,7 +221,7 @@ def _request(method: str, address: str, key: str, *, to: Path | None = None, **c
 
 def _base_folder(adapter: Path, base: str | None) -> Path:
     """The folder of the base model of an adapter."""
-    from tinsmith.engine.exchange.adapters import read_config
+    from tinsmith.engine.lora.saved_spec import read_config
     from tinsmith.engine.model.sources import locate
 
     name = base or read_config(adapter).get("base_model_name_or_path")

@@ -98,6 +98,11 @@ def is_row_slice(name: str) -> bool:
     return (parent == "linear_attn" and leaf in _ROW_SLICES) or (parent in ("mixer", "mamba") and leaf in _MAMBA_SLICES)
 
 
+def is_in_experts(name: str) -> bool:
+    """Whether a module belongs to a stack of routed experts, or is the stack."""
+    return "experts" in name.split(".")
+
+
 def is_in_encoder(name: str) -> bool:
     """Whether a module belongs to an encoder of images or audio."""
     return bool(_ENCODERS & set(name.split(".")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ def logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
         return model(input_ids=TOKENS).logits
 
 
-def write_peft(base: Path, folder: Path, **settings: Any) -> Path:
+def write_peft(base: Path, folder: Path, *, size: float = 0.2, **settings: Any) -> Path:
     """An adapter that PEFT wrote, with random A and B."""
     torch.manual_seed(0)
     with tied_embeddings_are_meant():
@@ -37,34 +36,17 @@ def write_peft(base: Path, folder: Path, **settings: Any) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
-                parameter.normal_(0, 0.2)
+                parameter.normal_(0, size)
     with warnings.catch_warnings(action="ignore"):  # beside an adapter of the head PEFT saves the frozen weights
         model.save_pretrained(str(folder))
     return folder
-
-
-def test_partial_adapter_starts_the_rest_at_zero(engine, tiny_llama: Path, wait, model_id: str, tmp_path: Path):
-    adapter = write_peft(tiny_llama, tmp_path / "peft", r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
-    (note,) = make_readable(adapter, tmp_path / "adapter")
-    assert "k_proj, o_proj" in note
-    wait(engine.fork(model_id, tmp_path / "adapter", optimizer=False))
-    wait(engine.save(model_id, tmp_path / "saved", optimizer=False))
-    saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
-    written = load_file(adapter / "adapter_model.safetensors")
-    assert all(torch.equal(saved[name], tensor) for name, tensor in written.items())
-    key = "base_model.model.model.layers.0.self_attn.o_proj.lora_{}.weight"
-    assert saved[key.format("A")].abs().min() > 0
-    assert not saved[key.format("B")].any()
 
 
 def test_all_linear_with_head_and_rslora_is_read(tiny_llama: Path, tmp_path: Path):
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
     pattern = rf".*({'|'.join(names)})"
     adapter = write_peft(tiny_llama, tmp_path / "peft", r=4, lora_alpha=8, target_modules=pattern, use_rslora=True)
-    (note,) = make_readable(adapter, tmp_path / "adapter")
-    assert "alpha becomes 16" in note
-    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert config["target_modules"] == sorted(names)
+    assert make_readable(adapter, tmp_path / "adapter") == []
     torch.testing.assert_close(
         logits(tiny_llama, tmp_path / "adapter"), logits(tiny_llama, adapter), atol=1e-5, rtol=1e-5
     )

@@ -23,7 +23,7 @@ from tinsmith.engine.lora.adapter import AdapterLayout
 from tinsmith.engine.lora.saved_spec import read_spec
 from tinsmith.engine.lora.targets import ExpertTarget, LinearTarget
 from tinsmith.engine.model_parts import HEAD
-from tinsmith.errors import NotFound, Unsupported
+from tinsmith.errors import ConfigError, Unsupported
 
 PARTS = ("train_attn", "train_mlp", "train_unembed")
 TOKENS = torch.arange(40).remainder(96).view(2, 20)
@@ -87,7 +87,7 @@ def assert_peft_agrees(model_type: str, folder: Path, form: Any = None, rank: in
     plain, expected = logits(model), logits(model, merged(model, layout, flat, facts))
     assert (expected - plain).abs().max() > 0.1 * plain.std()
     forms.write_peft(folder, layout, flat, facts, form)
-    assert torch.equal(reading.read_any(folder, layout, facts), flat)
+    assert torch.equal(reading.read_with_facts(folder, facts)[1], flat)
     loaded = load_with_peft(tiny_model(model_type), folder)
     assert (logits(loaded) - expected).abs().max() < 1e-4 * expected.std()
 
@@ -125,7 +125,7 @@ def test_exported_checkpoint_is_loaded_by_peft(model_type: str, tmp_path: Path):
     peft.write(tmp_path / "checkpoint", layout, flat, str(tmp_path / "base"), None)
     adapters.write(tmp_path / "checkpoint", tmp_path / "adapter", "peft")
     adapters.write(tmp_path / "checkpoint", tmp_path / "vllm", "vllm")
-    assert torch.equal(reading.read_any(tmp_path / "vllm", layout, facts), flat)
+    assert torch.equal(reading.read_with_facts(tmp_path / "vllm", facts)[1], flat)
     assert (logits(load_with_peft(model, tmp_path / "adapter")) - expected).abs().max() < 1e-4 * expected.std()
 
 
@@ -152,7 +152,7 @@ def test_every_form_reads_back(model_type: str, tmp_path: Path):
     for name, write in (("tinker", forms.write_tinker), ("vllm", forms.write_vllm)):
         size = write(tmp_path / name, layout, flat, facts)
         assert size == sum(file.stat().st_size for file in (tmp_path / name).iterdir())
-        assert torch.equal(reading.read_any(tmp_path / name, layout, facts), flat)
+        assert torch.equal(reading.read_with_facts(tmp_path / name, facts)[1], flat)
 
 
 FLAGS = [PARTS, *((name,) for name in PARTS)]
@@ -162,11 +162,11 @@ FLAGS = [PARTS, *((name,) for name in PARTS)]
 def test_checkpoint_reads_back_with_its_flags(model_type: str, tmp_path: Path):
     model = tiny_model(model_type)
     for number, trained in enumerate(FLAGS):
-        layout, flat, _ = adapter(model, 4, **{name: name in trained for name in PARTS})
+        layout, flat, facts = adapter(model, 4, **{name: name in trained for name in PARTS})
         peft.write(tmp_path / str(number), layout, flat, "tiny", None)
         spec = read_spec(tmp_path / str(number))
         assert {name for name in PARTS if getattr(spec, name)} == set(trained)
-        assert torch.equal(peft.read(tmp_path / str(number), layout), flat)
+        assert torch.equal(reading.read_with_facts(tmp_path / str(number), facts)[1], flat)
 
 
 def test_tinker_form_has_the_services_names(tmp_path: Path):
@@ -191,8 +191,8 @@ def test_file_without_some_matrices_is_refused(tmp_path: Path):
     tensors = load_file(file)
     half = next(key for key in tensors if key.endswith("experts.base_layer.lora_A.weight"))
     save_file({key: tensor for key, tensor in tensors.items() if key != half}, file)
-    with pytest.raises(Unsupported, match=r"experts\.base_layer"):
-        reading.read_any(tmp_path / "adapter", layout, facts)
+    with pytest.raises(ConfigError, match=r"experts\.base_layer\.lora_A"):
+        reading.read_with_facts(tmp_path / "adapter", facts)
     save_file({key: tensor for key, tensor in tensors.items() if "layers.2.self_attn.q_proj" not in key}, file)
-    with pytest.raises(NotFound):
-        reading.read_any(tmp_path / "adapter", layout, facts)
+    with pytest.raises(Unsupported, match=r"lacks model\.layers\.2\.self_attn\.q_proj"):
+        reading.read_with_facts(tmp_path / "adapter", facts)

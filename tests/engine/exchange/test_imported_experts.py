@@ -20,6 +20,7 @@ from tests.architectures import save_tiny
 from tinsmith.engine.base import AdamParams, Datum, Pass, PassResult
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.exchange.adapters import make_readable, write
+from tinsmith.engine.exchange.merge import merge
 from tinsmith.engine.lora.saved_spec import read_spec
 from tinsmith.engine.torch_engine import TorchEngine
 from tinsmith.errors import Unsupported
@@ -182,18 +183,60 @@ def test_trained_router_is_refused_by_name(folder_of: Any, engine_of: Any, wait:
         imported(engine_of("qwen3_moe"), tmp_path / "peft", tmp_path / "in", wait)
 
 
-def test_ranks_of_one_scale_are_padded(folder_of: Any, engine_of: Any, wait: Any, tmp_path: Path):
-    base = folder_of("qwen3_moe")
-    settings: dict[str, Any] = {"rank_pattern": {"q_proj": 5}, "alpha_pattern": {"q_proj": 10}}
-    write_peft(base, tmp_path / "peft", target_modules=["q_proj", "v_proj"], **settings)
-    result = imported(engine_of("qwen3_moe"), tmp_path / "peft", tmp_path / "in", wait)
-    np.testing.assert_allclose(result, peft_result(base, tmp_path / "peft")[0], atol=1e-4)
-    wait(engine_of("qwen3_moe").save("m", tmp_path / "saved", optimizer=False))
+PATTERNS: dict[str, dict[str, Any]] = {
+    "experts": {"rank_pattern": {"gate_up_proj": 5, "q_proj": 1}, "alpha_pattern": {"down_proj": 4}},
+    "one layer": {"rank_pattern": {r"layers\.1\..*": 2}},
+    "rslora": {"use_rslora": True, "rank_pattern": {r"mlp\.experts\.down_proj": 1}},
+}
+
+
+@pytest.mark.parametrize("settings", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_patterns_of_ranks_and_alphas(
+    model_type: str, settings: Any, folder_of: Any, engine_of: Any, wait: Any, tmp_path: Path
+):
+    base, engine = folder_of(model_type), engine_of(model_type)
+    write_peft(base, tmp_path / "peft", target_modules=["q_proj", "v_proj"], target_parameters=PARAMETERS, **settings)
+    expected, _ = peft_result(base, tmp_path / "peft")
+    np.testing.assert_allclose(imported(engine, tmp_path / "peft", tmp_path / "in", wait), expected, atol=1e-4)
+    wait(engine.save("m", tmp_path / "saved", optimizer=True))
     saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
-    assert saved["base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight"].shape == (5, 64)
-    write_peft(base, tmp_path / "other", target_modules=["q_proj", "v_proj"], rank_pattern={"q_proj": 5})
-    with pytest.raises(Unsupported, match="scales q_proj"):
-        imported(engine_of("qwen3_moe"), tmp_path / "other", tmp_path / "in2", wait)
+    for source in (tmp_path / "peft", tmp_path / "saved"):
+        for form in ("peft", "vllm", "tinker"):
+            to = tmp_path / f"{source.name}-{form}"
+            write(source, to, form, str(base))
+            if form == "peft":
+                np.testing.assert_allclose(peft_result(base, to)[0], expected, atol=1e-4)
+            result = imported(engine, to, tmp_path / f"{to.name}-in", wait)
+            np.testing.assert_allclose(result, expected, atol=1e-4)
+            wait(engine.save("m", to / "again", optimizer=False))
+            again = load_file(to / "again" / "adapter_model.safetensors")
+            assert form == "vllm" or all(torch.equal(again[name], saved[name]) for name in saved)
+    merge(tmp_path / "peft", base, tmp_path / "merged")
+    np.testing.assert_allclose(peft_logprobs_without(tmp_path / "merged"), expected, atol=1e-4)
+
+
+PARTS = [["mlp.experts.gate_up_proj"], ["mlp.experts.down_proj"], ["layers.1.mlp.experts.down_proj"]]
+
+
+@pytest.mark.parametrize("parameters", PARTS, ids=str)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_some_parameters_of_experts(
+    model_type: str, parameters: list[str], folder_of: Any, engine_of: Any, wait: Any, tmp_path: Path
+):
+    base, engine = folder_of(model_type), engine_of(model_type)
+    write_peft(base, tmp_path / "peft", target_modules=["layers.0.self_attn.q_proj"], target_parameters=parameters)
+    expected, _ = peft_result(base, tmp_path / "peft")
+    np.testing.assert_allclose(imported(engine, tmp_path / "peft", tmp_path / "in", wait), expected, atol=1e-4)
+    wait(engine.step("m", AdamParams(learning_rate=0.01)))
+    wait(engine.save("m", tmp_path / "saved", optimizer=True))
+    after = imported(engine, tmp_path / "saved", tmp_path / "in2", wait)
+    write(tmp_path / "saved", tmp_path / "out", "peft", str(base))
+    np.testing.assert_allclose(peft_result(base, tmp_path / "out")[0], after, atol=1e-4)
+    merge(tmp_path / "saved", base, tmp_path / "merged")
+    np.testing.assert_allclose(peft_logprobs_without(tmp_path / "merged"), after, atol=1e-4)
+    write(tmp_path / "saved", tmp_path / "vllm", "vllm", str(base))
+    np.testing.assert_allclose(imported(engine, tmp_path / "vllm", tmp_path / "in3", wait), after, atol=1e-4)
 
 
 def test_memory_of_separate_experts_is_that_of_their_tensors(folder_of: Any, engine_of: Any, wait: Any, tmp_path: Path):

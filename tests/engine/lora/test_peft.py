@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from safetensors.numpy import load_file, save_file
 
 from tests.engine.data import pass_for
@@ -19,8 +19,7 @@ from tests.engine.reference import assert_same, plain_model, tied_embeddings_are
 from tests.engine.training.test_trainer import FLAGS, spec
 from tests.models import KINDS
 from tinsmith.engine.base import AdamParams, LoraSpec
-from tinsmith.engine.lora.saved_spec import read_spec
-from tinsmith.errors import TinsmithError, Unsupported
+from tinsmith.errors import TinsmithError
 
 ADAM = AdamParams(learning_rate=5e-3, eps=1e-8)
 
@@ -221,47 +220,3 @@ def test_adapter_written_by_peft_is_loaded(engine: Any, tiny_llama: Path, wait: 
     folder = write_adapter(tiny_llama, tmp_path / "peft", LoraSpec(rank=6, seed=3, train_mlp=False))
     wait(engine.load(model_id, folder, optimizer=False))
     np.testing.assert_allclose(logprobs(engine, model_id, wait), peft_logprobs(tiny_llama, folder), atol=1e-5)
-
-
-PLAIN = [
-    {},
-    {"fan_in_fan_out": True},
-    {"init_lora_weights": "gaussian"},
-    {"init_lora_weights": False},
-    {"qalora_group_size": 8},
-]
-
-
-@pytest.mark.parametrize("settings", PLAIN, ids=str)
-def test_harmless_peft_settings_are_accepted(settings: dict[str, Any], adapter_of: Any, tmp_path: Path):
-    assert read_spec(edited(adapter_of(), tmp_path, settings)).rank == 4
-
-
-OTHERS = [
-    {"init_lora_weights": "pissa"},
-    {"init_lora_weights": "pissa_niter_4"},
-    {"init_lora_weights": "olora"},
-    {"init_lora_weights": "loftq"},
-    {"alora_invocation_tokens": [7, 7]},
-    {"layer_replication": [[0, 2], [1, 3]]},
-    {"use_qalora": True},
-    {"bias": "lora_only"},
-    {"lora_bias": True},
-    {"target_parameters": ["mlp.experts.gate_up_proj"]},
-    {"a_setting_of_a_later_peft": 1},
-]
-
-
-@pytest.mark.parametrize("settings", OTHERS, ids=str)
-def test_peft_settings_that_change_the_meaning_are_refused(settings: dict[str, Any], adapter_of: Any, tmp_path: Path):
-    (name,) = settings
-    with pytest.raises(Unsupported, match=name):
-        read_spec(edited(adapter_of(), tmp_path, settings))
-
-
-def edited(source: Path, folder: Path, settings: dict[str, Any]) -> Path:
-    """Write an adapter config with all of PEFT's fields and these settings; returns its folder."""
-    config = LoraConfig(**json.loads((source / "adapter_config.json").read_text())).to_dict()
-    config["target_modules"] = sorted(config["target_modules"])
-    (folder / "adapter_config.json").write_text(json.dumps({**config, **settings}))
-    return folder

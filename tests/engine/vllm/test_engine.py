@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from tests.engine.exchange.test_exchange import write_peft
 from tests.engine.sampling.helpers import PROMPT, assert_same_samples, sample_request
 from tests.engine.vllm import stub as vllm_stub
 from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard
@@ -219,6 +221,29 @@ def test_attached_version_is_linked_from_its_checkpoint(
     with pytest.raises(Gone, match="no longer there"):
         wait(engine.sample(sample_request(version="deleted")))
     wait(engine.detach("deleted"))
+
+
+def test_scales_of_modules_are_in_the_matrices(
+    engine: VllmEngine, tiny_llama: Path, wait: Any, recorded: Any, tmp_path: Path
+):
+    """vLLM applies lora_alpha / r to all modules, whatever alpha_pattern says."""
+    settings: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 2}}
+    adapter = write_peft(tiny_llama, tmp_path / "peft", r=8, lora_alpha=16, **settings)
+    wait(engine.torch_engine.fork("scales", adapter, optimizer=False))
+    wait(engine.save("scales", tmp_path / "saved", optimizer=False))
+    wait(engine.attach("scales", tmp_path / "saved"))
+    wait(engine.sample(sample_request(version="scales")))
+    (loaded,) = recorded("/v1/load_lora_adapter")
+    read, saved = (
+        load_file(Path(folder) / "adapter_model.safetensors") for folder in (loaded["lora_path"], tmp_path / "saved")
+    )
+    config = json.loads((Path(loaded["lora_path"]) / "adapter_config.json").read_text())
+    assert read.keys() == saved.keys()
+    for name, matrix in saved.items():
+        scale = 16 / (2 if "v_proj" in name else 8)
+        factor = scale / (config["lora_alpha"] / config["r"]) if "lora_B" in name else 1
+        np.testing.assert_allclose(read[name], factor * matrix, rtol=1e-6)
+    wait(engine.detach("scales"))
 
 
 def test_rank_above_the_limit_is_unsupported(engine: VllmEngine, wait: Any, tmp_path: Path, recorded: Any):

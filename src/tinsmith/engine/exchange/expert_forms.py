@@ -11,7 +11,7 @@ that PEFT trains have one pair of rank r for both: here it becomes two pairs wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,26 +23,35 @@ Matrices = tuple[Tensor, Tensor]
 """A and B."""
 
 
-def fused(target: ExpertTarget, pairs: Mapping[str, LoraPair], rank: int, *, interleaved: bool) -> dict[str, Matrices]:
-    """A layer's experts in the fused form, by module name. `interleaved`: gate and up take turns in its rows."""
-    up = [pairs[f"{target.name}.{leaf}"] for leaf in _up_leaves(target)]
-    a = torch.cat([pair.a for pair in up], dim=1).expand(target.experts, -1, -1)  # [E, ranks, in]
-    b = torch.zeros(target.experts, len(up) * target.intermediate, len(up) * rank)
-    for number, pair in enumerate(up):
-        _gate_or_up(b, number, len(up), interleaved=interleaved)[..., number * rank : (number + 1) * rank] = pair.b
-    down = pairs[f"{target.name}.w2"]
-    down_b = down.b.expand(target.experts, -1, -1)
-    return {
-        f"{target.name}.base_layer": (a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)),
-        target.name: (down.a.expand(target.experts, -1, -1).flatten(0, 1), down_b.permute(1, 2, 0).flatten(1)),
-    }
+def fused(target: ExpertTarget, pairs: Mapping[str, LoraPair], *, interleaved: bool) -> dict[str, Matrices]:
+    """A layer's experts in the fused form, by the name of the parameter. `interleaved`: gate and up take turns in its
+    rows. An adapter may lack one of the two parameters."""
+    matrices: dict[str, Matrices] = {}
+    leaves = _up_leaves(target)
+    up = [pairs[name] for leaf in leaves if (name := f"{target.name}.{leaf}") in pairs]
+    if up:
+        ranks = [pair.b.shape[-1] for pair in up]
+        a = torch.cat([pair.a for pair in up], dim=1).expand(target.experts, -1, -1)  # [E, ranks, in]
+        b, column = torch.zeros(target.experts, len(leaves) * target.intermediate, sum(ranks)), 0
+        for number, leaf in enumerate(leaves):
+            if (pair := pairs.get(f"{target.name}.{leaf}")) is not None:
+                rows, rank = _gate_or_up(b, number, len(leaves), interleaved=interleaved), pair.b.shape[-1]
+                rows[..., column : column + rank] = pair.b
+                column += rank
+        matrices[expert_parameter(target, leaves[0])] = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+    if (down := pairs.get(f"{target.name}.w2")) is not None:
+        down_b = down.b.expand(target.experts, -1, -1)
+        down_a = down.a.expand(target.experts, -1, -1)
+        matrices[expert_parameter(target, "w2")] = down_a.flatten(0, 1), down_b.permute(1, 2, 0).flatten(1)
+    return matrices
 
 
 def per_expert(target: ExpertTarget, pairs: Mapping[str, LoraPair], names: Mapping[str, str]) -> dict[str, Matrices]:
     """A layer's experts with a pair for each, by module name; `names` has the name of each site's projection."""
     matrices = {}
     for leaf, name in names.items():
-        pair = pairs[f"{target.name}.{leaf}"]
+        if (pair := pairs.get(f"{target.name}.{leaf}")) is None:
+            continue
         a, b = (matrix.expand(target.experts, -1, -1) for matrix in (pair.a, pair.b))
         matrices |= {f"{target.name}.{expert}.{name}": (a[expert], b[expert]) for expert in range(target.experts)}
     return matrices
@@ -50,27 +59,50 @@ def per_expert(target: ExpertTarget, pairs: Mapping[str, LoraPair], names: Mappi
 
 def read_fused(
     target: ExpertTarget, modules: list[Matrices], rank: int, *, interleaved: bool
-) -> Iterator[tuple[str, Matrices]]:
-    """(site, A [E, rank, in] and B [E, out, rank]) from the matrices of a layer's modules in the fused form."""
+) -> Iterator[tuple[str, str, int, Matrices]]:
+    """(site, parameter, its rank, A [E, rank, in] and B [E, out, rank] of the site) from a layer's fused modules.
+
+    A pair of twice the rank `rank` whose B is block-diagonal is one for gate and one for up.
+    """
     leaves = _up_leaves(target)
     for matrices in modules:
         a, b = _by_expert(target, *matrices)
-        rows, columns = b.shape[1], a.shape[2]
+        rows, columns, whole = b.shape[1], a.shape[2], a.shape[1]
         if (rows, columns) == (target.hidden, target.intermediate) and (len(modules) == 1 or matrices is modules[-1]):
-            yield f"{target.name}.w2", (a, b)
+            yield f"{target.name}.w2", expert_parameter(target, "w2"), whole, (a, b)
             continue
         if (rows, columns) != (len(leaves) * target.intermediate, target.hidden):
             raise ValueError(f"{target.name} has matrices of {columns} inputs and {rows} outputs")
         pieces = [_gate_or_up(b, number, len(leaves), interleaved=interleaved) for number in range(len(leaves))]
-        own = [slice(number * rank, (number + 1) * rank) for number in range(len(leaves))]
-        if a.shape[1] == len(leaves) * rank and all(
-            piece.count_nonzero() == piece[..., part].count_nonzero() for piece, part in zip(pieces, own, strict=True)
-        ):  # block-diagonal
-            for leaf, piece, part in zip(leaves, pieces, own, strict=True):
-                yield f"{target.name}.{leaf}", (a[:, part], piece[..., part])
-        else:
-            for leaf, piece in zip(leaves, pieces, strict=True):
-                yield f"{target.name}.{leaf}", (a, piece)
+        own = block_columns(pieces, rank)
+        for leaf, piece, part in zip(leaves, pieces, own, strict=True):
+            yield f"{target.name}.{leaf}", expert_parameter(target, leaf), whole, (a[:, part], piece[..., part])
+
+
+def block_columns(pieces: Sequence[Tensor], rank: int) -> list[slice]:
+    """Which columns of a B belong to each of the pieces of its rows: blocks of one width if it is block-diagonal, else
+    all columns for each.
+
+    A B of zeros is block-diagonal if its blocks have the rank `rank`.
+    """
+    columns = pieces[0].shape[-1]
+    width = columns // len(pieces)
+    own = [slice(number * width, (number + 1) * width) for number in range(len(pieces))]
+    counts = [
+        (int(piece.count_nonzero()), int(piece[..., part].count_nonzero()))
+        for piece, part in zip(pieces, own, strict=True)
+    ]
+    is_diagonal = width * len(pieces) == columns and all(whole == inside for whole, inside in counts)
+    if is_diagonal and (width == rank or all(inside for _, inside in counts)):
+        return own
+    return [slice(None)] * len(pieces)
+
+
+def expert_parameter(target: ExpertTarget, leaf: str) -> str:
+    """Path of the fused parameter that holds a site's weights."""
+    if leaf == "w2":
+        return f"{target.name}.down_proj"
+    return f"{target.name}.{'gate_up_proj' if target.has_gate else 'up_proj'}"
 
 
 def shared_or_none(leaf: str, a: Tensor, b: Tensor) -> Matrices | None:

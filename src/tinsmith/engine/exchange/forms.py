@@ -7,7 +7,6 @@ pair in PEFT's form, of the sum of their ranks.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +23,11 @@ from transformers.pytorch_utils import Conv1D
 
 from tinsmith.atomic import atomic_folder, folder_size
 from tinsmith.engine.base import LoraSpec
-from tinsmith.engine.exchange.expert_forms import Matrices, fused, per_expert
+from tinsmith.engine.exchange.expert_forms import Matrices, expert_parameter, fused, per_expert
 from tinsmith.engine.images.tower import without_weights
 from tinsmith.engine.lora.adapter import AdapterLayout, AdapterSite, LoraPair
+from tinsmith.engine.lora.peft import site_settings
+from tinsmith.engine.lora.peft_settings import patterns
 from tinsmith.engine.lora.saved_spec import PREFIX
 from tinsmith.engine.lora.targets import ExpertTarget, LinearTarget, Target, sites_for, targets
 from tinsmith.engine.model_parts import HEAD
@@ -102,12 +103,12 @@ def model_facts(model: PreTrainedModel, source: str) -> ModelFacts:
 
 def write_tinker(folder: Path, layout: AdapterLayout, flat: Tensor, facts: ModelFacts) -> int:
     """Write an adapter as an archive of the hosted service holds it; returns its size in bytes."""
-    matrices = {tinker_name(name, facts): (pair.a, pair.b) for name, pair in layout.pairs(flat.cpu()).items()}
+    pairs = layout.own_pairs(flat.cpu())
+    matrices = {tinker_name(name, facts): (pair.a, pair.b) for name, pair in pairs.items()}
     for target in facts.targets:
-        if isinstance(target, ExpertTarget) and not target.has_gate and f"{target.name}.w1" in layout.pairs(flat):
+        if isinstance(target, ExpertTarget) and not target.has_gate and f"{target.name}.w1" in pairs:
             matrices[f"{target.name}.w3"] = torch.empty(0), torch.empty(0)
-    leaves = sorted({name.rpartition(".")[2] for name in layout.pairs(flat)})
-    return _write(folder, matrices, _config(layout, facts, target_modules=leaves))
+    return _write(folder, matrices, _config(layout, facts, **site_settings(layout)))
 
 
 def write_peft(folder: Path, layout: AdapterLayout, flat: Tensor, facts: ModelFacts, form: Form | None = None) -> int:
@@ -124,34 +125,85 @@ def write_peft(folder: Path, layout: AdapterLayout, flat: Tensor, facts: ModelFa
 def _write_form(
     folder: Path, layout: AdapterLayout, flat: Tensor, facts: ModelFacts, form: Form, *, for_vllm: bool = False
 ) -> int:
-    pairs = layout.pairs(flat.cpu())
-    covered = [target for target in facts.targets if target.sites[0].name in pairs]
-    rank, alpha = layout.spec.rank, layout.spec.alpha
-    matrices: dict[str, Matrices] = {}
-    multiples: dict[str, int] = {}  # of the rank, by a pattern of the name
+    if for_vllm:  # which applies lora_alpha / r to all modules
+        layout, flat = layout.with_one_scale(flat)
+    pairs = layout.own_pairs(flat.cpu())
+    scales = {site.name: site.factor * layout.scale for site in layout.sites}
+    covered = [target for target in facts.targets if any(site.name in pairs for site in target.sites)]
+    modules: dict[str, _Module] = {}
     for target in covered:
-        if isinstance(target, LinearTarget):
-            own = [pairs[site.name] for site in target.sites]
-            if for_vllm and len(own) > 1 and splits_for_vllm(target.name):
-                matrices |= {site.name: (pair.a, pair.b) for site, pair in zip(target.sites, own, strict=True)}
-                continue
-            matrices[target.name] = _fuse_rows(target, own, rank)
-            if len(own) > 1:
-                multiples[target.name.rpartition(".")[2]] = len(own)
-        elif form == "per_expert":
-            matrices |= per_expert(target, pairs, facts.expert_names)
+        own = {site.name: pairs[site.name] for site in target.sites if site.name in pairs}
+        if isinstance(target, ExpertTarget):
+            modules |= _expert_modules(target, own, scales, facts, form)
+        elif for_vllm and len(own) > 1 and splits_for_vllm(target.name):
+            modules |= {name: _Module.plain(name, pair, scales[name]) for name, pair in own.items()}
         else:
-            matrices |= fused(target, pairs, rank, interleaved=facts.interleaved)
-            if target.has_gate:
-                multiples[re.escape(_fused_names(target)[0])] = 2
+            same, scale = _with_scale_of_first(own, scales)
+            modules[target.name] = _Module.plain(target.name, _fuse_rows(target, same), scale)
     if HEAD in pairs:
-        matrices[HEAD] = pairs[HEAD].a, pairs[HEAD].b
+        modules[HEAD] = _Module.plain(HEAD, pairs[HEAD], scales[HEAD])
+    values = {module.path: (module.rank, _alpha(module, layout)) for module in modules.values()}
     settings: dict[str, object] = {
-        **_targets(covered, facts, form, with_head=HEAD in pairs, for_vllm=for_vllm),
-        "rank_pattern": {name: count * rank for name, count in multiples.items()},
-        "alpha_pattern": {name: count * alpha for name, count in multiples.items()},
+        **_targets(covered, facts, form, pairs, for_vllm=for_vllm),
+        **patterns(values, layout.spec.rank, layout.spec.alpha),
     }
+    matrices = {name: module.matrices for name, module in modules.items()}
     return _write(folder, matrices, _config(layout, facts, **{key: value for key, value in settings.items() if value}))
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """A module's matrices in a file, and its path for patterns of ranks and alphas."""
+
+    path: str
+    matrices: Matrices
+    rank: int
+    scale: float
+
+    @classmethod
+    def plain(cls, path: str, pair: LoraPair, scale: float) -> _Module:
+        """A module that is not a stack of experts."""
+        return cls(path, (pair.a, pair.b), pair.a.shape[-2], scale)
+
+
+def _alpha(module: _Module, layout: AdapterLayout) -> float:
+    """The alpha of a module's rank: exactly the adapter's where rank and scale are."""
+    if (module.rank, module.scale) == (layout.spec.rank, layout.scale):
+        return layout.spec.alpha
+    return module.scale * module.rank
+
+
+def _expert_modules(
+    target: ExpertTarget, own: Mapping[str, LoraPair], scales: Mapping[str, float], facts: ModelFacts, form: Form
+) -> dict[str, _Module]:
+    """The modules of a layer's experts in a form of PEFT."""
+    if form == "per_expert":
+        return {
+            name: _Module.plain(name, LoraPair(*matrices), scales[f"{target.name}.{leaf}"])
+            for leaf, projection in facts.expert_names.items()
+            for name, matrices in per_expert(target, own, {leaf: projection}).items()
+        }
+    up, up_scale = _with_scale_of_first({name: pair for name, pair in own.items() if not name.endswith(".w2")}, scales)
+    parameters = fused(target, {**own, **up}, interleaved=facts.interleaved)
+    modules = {}
+    for parameter, (a, b) in parameters.items():
+        is_down = parameter.endswith(".down_proj")
+        is_inner = not is_down and len(parameters) > 1
+        modules[f"{target.name}.base_layer" if is_inner else target.name] = _Module(
+            parameter, (a, b), len(a) // target.experts, scales[f"{target.name}.w2"] if is_down else up_scale
+        )
+    return modules
+
+
+def _with_scale_of_first(
+    pairs: Mapping[str, LoraPair], scales: Mapping[str, float]
+) -> tuple[dict[str, LoraPair], float]:
+    """Pairs that become one pair, with the scale of the first; the B of the others hold the difference."""
+    scale = scales[next(iter(pairs))] if pairs else 1.0
+    return {
+        name: pair if scales[name] == scale else LoraPair(pair.a, pair.b * (scales[name] / scale))
+        for name, pair in pairs.items()
+    }, scale
 
 
 def write_vllm(folder: Path, layout: AdapterLayout, flat: Tensor, facts: ModelFacts) -> int:
@@ -168,22 +220,24 @@ def splits_for_vllm(name: str) -> bool:
     return ".linear_attn." in name
 
 
-def _fuse_rows(target: LinearTarget, pairs: list[LoraPair], rank: int) -> tuple[Tensor, Tensor]:
+def _fuse_rows(target: LinearTarget, pairs: Mapping[str, LoraPair]) -> LoraPair:
     """One pair for a projection whose slices of rows have pairs: A stacked, B block-diagonal."""
     if not target.slices:
-        return pairs[0].a, pairs[0].b
-    columns = torch.zeros(len(pairs) * rank, target.outputs)  # B transposed
-    for number, (rows, pair) in enumerate(zip(target.slices, pairs, strict=True)):
-        view = rows.view(columns[number * rank : (number + 1) * rank])
+        return pairs[target.name]
+    slices = [(rows, pair) for rows in target.slices if (pair := pairs.get(rows.name)) is not None]
+    columns, start = torch.zeros(sum(len(pair.a) for _, pair in slices), target.outputs), 0  # B transposed
+    for rows, pair in slices:
+        view = rows.view(columns[start : start + len(pair.a)])
         view.copy_(pair.b.T.reshape(view.shape))
-    return torch.cat([pair.a for pair in pairs]), columns.T.contiguous()
+        start += len(pair.a)
+    return LoraPair(torch.cat([pair.a for _, pair in slices]), columns.T.contiguous())
 
 
 def _check_peft_loads(layout: AdapterLayout, facts: ModelFacts, form: Form) -> None:
     """Raises Unsupported for modules that PEFT refuses, or takes for the experts'."""
-    names = {site.name for site in layout.sites}
+    names = {site.name for site in layout.sites if layout.rank_of(site)}
     linears = (target for target in facts.targets if isinstance(target, LinearTarget))
-    covered = {target.name.rpartition(".")[2] for target in linears if target.sites[0].name in names}
+    covered = {target.name.rpartition(".")[2] for target in linears if any(site.name in names for site in target.sites)}
     if "out_proj" in covered and facts.model_type in _PEFT_WITHOUT_OUT_PROJ:
         raise Unsupported(
             f"PEFT refuses adapters on out_proj of {facts.model_type}, which this adapter has.",
@@ -195,7 +249,7 @@ def _check_peft_loads(layout: AdapterLayout, facts: ModelFacts, form: Form) -> N
             "adapter's pairs of its dense or shared MLPs.",
             "Export it in Tinker's form or as a merged model, or train without the MLP.",
         )
-    is_split = any(site.experts for site in layout.sites) and form == "per_expert"
+    is_split = any(site.experts and site.name in names for site in layout.sites) and form == "per_expert"
     if is_split and facts.family not in EXPERT_NAMES:
         raise Unsupported(
             f"PEFT does not load a pair for each expert of {facts.model_type}.", "Use the fused form of experts."
@@ -203,9 +257,10 @@ def _check_peft_loads(layout: AdapterLayout, facts: ModelFacts, form: Form) -> N
 
 
 def _targets(
-    covered: list[Target], facts: ModelFacts, form: Form, *, with_head: bool, for_vllm: bool
+    covered: list[Target], facts: ModelFacts, form: Form, pairs: Mapping[str, LoraPair], *, for_vllm: bool
 ) -> dict[str, list[str]]:
-    """PEFT's `target_modules` and `target_parameters`. Modules have short names where those mean no other module."""
+    """PEFT's `target_modules` and `target_parameters`. Modules and parameters have short names where those mean no
+    others."""
     linears = [target for target in covered if isinstance(target, LinearTarget)]
     names = {target.name for target in linears}
     stacks = [target for target in covered if isinstance(target, ExpertTarget)]
@@ -214,20 +269,39 @@ def _targets(
     for target in linears:
         if for_vllm and target.slices and splits_for_vllm(target.name):
             modules -= {target.name.rpartition(".")[2]}
-            modules |= {site.name.rpartition(".")[2] for site in target.sites}
-    if with_head:
+            modules |= {site.name.rpartition(".")[2] for site in target.sites if site.name in pairs}
+    if HEAD in pairs:
         modules.add(HEAD)
-    if stacks and form == "per_expert":
-        modules |= set(facts.expert_names.values())
+    if form == "per_expert":
+        modules |= _expert_projections(stacks, facts, pairs)
         stacks = []
-    parameters = {name for stack in stacks for name in _fused_names(stack)}
-    return {"target_modules": sorted(modules), "target_parameters": sorted(parameters, reverse=True)}
+    parameters = {path for stack in stacks for path in _parameters(stack, pairs)}
+    left = {path for target in facts.targets if isinstance(target, ExpertTarget) for path in _parameters(target)}
+    others = {_short_parameter(path) for path in left - parameters}
+    named = {short if (short := _short_parameter(path)) not in others else path for path in parameters}
+    return {"target_modules": sorted(modules), "target_parameters": sorted(named, reverse=True)}
 
 
-def _fused_names(target: ExpertTarget) -> tuple[str, str]:
-    """Names of the experts' fused parameters with those of their module and its parent."""
-    stack = ".".join(target.name.split(".")[-2:])
-    return f"{stack}.{'gate_up_proj' if target.has_gate else 'up_proj'}", f"{stack}.down_proj"
+def _expert_projections(stacks: list[ExpertTarget], facts: ModelFacts, pairs: Mapping[str, LoraPair]) -> set[str]:
+    """Names of the experts' projections: short ones where all layers have them."""
+    names = set[str]()
+    for leaf, projection in facts.expert_names.items():
+        own = [stack for stack in stacks if f"{stack.name}.{leaf}" in pairs]
+        is_everywhere = len(own) == sum(isinstance(target, ExpertTarget) for target in facts.targets)
+        paths = {f"{stack.name}.{expert}.{projection}" for stack in own for expert in range(stack.experts)}
+        names |= {projection} if is_everywhere else paths
+    return names
+
+
+def _parameters(target: ExpertTarget, pairs: Mapping[str, LoraPair] | None = None) -> set[str]:
+    """Paths of the experts' fused parameters, or of those that the adapter has."""
+    leaves = [site.name.rpartition(".")[2] for site in target.sites if pairs is None or site.name in pairs]
+    return {expert_parameter(target, leaf) for leaf in leaves}
+
+
+def _short_parameter(path: str) -> str:
+    """The name of a parameter with those of its module and its parent."""
+    return ".".join(path.split(".")[-3:])
 
 
 def tinker_name(site: str, facts: ModelFacts) -> str:

@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from safetensors.torch import save_file
@@ -19,7 +18,6 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from tinsmith.atomic import atomic_folder
-from tinsmith.engine.exchange.adapters import make_readable
 from tinsmith.engine.exchange.forms import model_facts
 from tinsmith.engine.exchange.reading import read_pairs
 from tinsmith.engine.exchange.stored_changes import StoredChanges
@@ -43,7 +41,7 @@ def merge(adapter: Path, base: Path, to: Path, *, shard_bytes: int = SHARD_BYTES
     with load_errors(str(base)):
         config = AutoConfig.from_pretrained(base)
     weights = read_weights(base, config)
-    changes = _changes(adapter, config, weights.names, to)
+    changes = _changes(adapter, config, weights.names)
     for section in (settings, settings.get("text_config") or {}):
         section.pop("quantization_config", None)
         if changes.head:  # tied or not, the merged model has a head of its own
@@ -62,13 +60,11 @@ def merge(adapter: Path, base: Path, to: Path, *, shard_bytes: int = SHARD_BYTES
     return len(changes.names)
 
 
-def _changes(adapter: Path, config: PreTrainedConfig, stored: Collection[str], to: Path) -> StoredChanges:
+def _changes(adapter: Path, config: PreTrainedConfig, stored: Collection[str]) -> StoredChanges:
     """What an adapter in any form changes of the stored weights."""
     model = without_weights(config)
-    with TemporaryDirectory(dir=to.absolute().parent) as scratch:  # an adapter may be too large for /tmp
-        make_readable(adapter, Path(scratch) / "adapter")
-        spec, pairs = read_pairs(Path(scratch) / "adapter", model_facts(model, str(adapter)))
-    return StoredChanges(model, pairs, spec.alpha / spec.rank, stored)
+    _, pairs = read_pairs(adapter, model_facts(model, str(adapter)))
+    return StoredChanges(model, pairs, stored)
 
 
 def _changed(name: str, weight: Tensor, changes: StoredChanges) -> Tensor:

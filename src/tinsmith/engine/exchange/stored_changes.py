@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
-from tinsmith.engine.exchange.expert_forms import Matrices
+from tinsmith.engine.exchange.reading import StoredPair
 from tinsmith.engine.lora.targets import ExpertTarget, LinearTarget, targets
 from tinsmith.engine.model_parts import HEAD
 from tinsmith.errors import Unsupported
@@ -45,14 +45,12 @@ class _Place:
 class StoredChanges:
     """The changes of an adapter by the names of stored tensors, each computed when it is read."""
 
-    def __init__(
-        self, model: PreTrainedModel, pairs: Mapping[str, Matrices], scale: float, stored: Collection[str]
-    ) -> None:
-        """`model` may be on the meta device, `pairs` are A and B by site, `stored` the names in the base's files.
+    def __init__(self, model: PreTrainedModel, pairs: Mapping[str, StoredPair], stored: Collection[str]) -> None:
+        """`model` may be on the meta device, `pairs` are by site, `stored` the names in the base's files.
 
         Raises Unsupported if the files lack a weight that the adapter changes.
         """
-        self._model, self._pairs, self._scale = model, pairs, scale
+        self._model, self._pairs = model, pairs
         conversions = get_model_conversion_mapping(model, add_legacy=False)
         model._weight_conversions = [each for each in conversions if not isinstance(each, PrefixChange)]  # type: ignore[assignment]
         self._linears: dict[str, LinearTarget] = {}
@@ -177,15 +175,15 @@ class StoredChanges:
         if name not in self._pairs:
             sizes = (target.hidden, target.intermediate)
             return torch.zeros(count, *(sizes if leaf == "w2" else sizes[::-1]))
+        pair = self._pairs[name]
         a, b = (
-            matrix if expert is None or len(matrix) == 1 else matrix[expert : expert + 1]
-            for matrix in self._pairs[name]
+            matrix if expert is None or len(matrix) == 1 else matrix[expert : expert + 1] for matrix in (pair.a, pair.b)
         )
-        return (self._scale * b.float() @ a.float()).expand(count, -1, -1)
+        return (pair.scale * b @ a).expand(count, -1, -1)
 
     def _product(self, site: str) -> Tensor:
-        a, b = self._pairs[site]
-        return self._scale * (b.float() @ a.float())
+        pair = self._pairs[site]
+        return pair.scale * (pair.b @ pair.a)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,17 @@ or a norm is one operation. A is initialized Kaiming-uniform from the seed and B
 
 An adapter has a pair A, B at each of its sites: a projection, a slice of a projection's rows, or one projection of all
 experts of a layer. Experts share the factor on the side of the residual stream, and each has its own other factor.
+
+An imported adapter may have a lower rank at some sites, or none, and another scale. All pairs have the adapter's rank
+here: the rest of A's rows and B's columns is zero, gets a gradient of zero and stays zero. Passes read B times the
+site's factor, and the gradient of that B times the factor is B's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -33,6 +37,10 @@ class AdapterSite:
     """Number of experts; 0 for a projection outside of a mixture of experts."""
     shared: Literal["", "a", "b"] = ""
     """The matrix that all experts share."""
+    rank: int | None = None
+    """Its own rank, if lower than the adapter's; 0 for no adapter at this site."""
+    factor: float = 1.0
+    """Its scale in units of the adapter's alpha / rank."""
 
     @property
     def parameters_per_rank(self) -> int:
@@ -72,6 +80,43 @@ class AdapterLayout:
         return self.spec.alpha / self.spec.rank
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether all sites have the adapter's rank."""
+        return all(site.rank is None for site in self.sites)
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """Factors other than 1 by site name."""
+        return {site.name: site.factor for site in self.sites if site.factor != 1}
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the flat tensor that can be other than zero."""
+        return sum(self.rank_of(site) * site.parameters_per_rank for site in self.sites)
+
+    def rank_of(self, site: AdapterSite) -> int:
+        """A site's own rank."""
+        return self.spec.rank if site.rank is None else site.rank
+
+    def alpha_of(self, site: AdapterSite) -> float:
+        """The alpha that gives a site's scale with its own rank."""
+        if site.rank is None and site.factor == 1:
+            return self.spec.alpha
+        return site.factor * self.scale * self.rank_of(site)
+
+    def fit(self, ranks: Mapping[str, int], factors: Mapping[str, float]) -> AdapterLayout:
+        """The layout with the ranks of sites, 0 where none is given, and factors other than 1."""
+        sites = (
+            replace(
+                site,
+                rank=None if ranks.get(site.name) == self.spec.rank else ranks.get(site.name, 0),
+                factor=factors.get(site.name, 1.0),
+            )
+            for site in self.sites
+        )
+        return AdapterLayout(self.spec, tuple(sites))
+
+    @property
     def size(self) -> int:
         """Elements of the flat tensor."""
         return self.spec.rank * sum(site.parameters_per_rank for site in self.sites)
@@ -85,6 +130,14 @@ class AdapterLayout:
         """Views of `flat` by site name."""
         return self._split(flat, self.sites)
 
+    def own_pairs(self, flat: Tensor) -> dict[str, LoraPair]:
+        """Views by name of the sites that the adapter has, each of its own rank."""
+        if self.is_uniform:
+            return self.pairs(flat)
+        pairs = self.pairs(flat)
+        ranks = {site.name: rank for site in self.sites if (rank := self.rank_of(site))}
+        return {name: LoraPair(pairs[name].a[..., :rank, :], pairs[name].b[..., :rank]) for name, rank in ranks.items()}
+
     def pairs_of_parts(self, body: Tensor, head: Tensor) -> dict[str, LoraPair]:
         """Views by site name of a flat tensor that was split at `body_size`."""
         last = [site for site in self.sites if site.name == HEAD]
@@ -96,6 +149,17 @@ class AdapterLayout:
         pieces = flat.split([math.prod(shape) for shape in shapes])
         views = iter([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)])
         return {site.name: LoraPair(next(views), next(views)) for site in sites}
+
+    def with_one_scale(self, flat: Tensor) -> tuple[AdapterLayout, Tensor]:
+        """The same adapter without factors, for readers that apply alpha / rank to all sites: B holds them."""
+        factors = self.factors
+        if not factors:
+            return self, flat
+        flat = flat.clone()
+        pairs = self.pairs(flat)
+        for name, factor in factors.items():
+            pairs[name].b.mul_(factor)
+        return AdapterLayout(self.spec, tuple(replace(site, factor=1.0) for site in self.sites)), flat
 
     def initial(self) -> Tensor:
         """A new adapter, float32 [size] on the CPU; the same for the same seed on every machine."""
@@ -130,8 +194,9 @@ class AdapterWeights:
 def adapter_weights(layout: AdapterLayout, master: Tensor, dtype: torch.dtype) -> AdapterWeights:
     """The weights of `master` (float32 [size]) in `dtype`, as copies that later steps do not change.
 
-    In float32 they are views of `master`, which must not change while they are in use.
+    In float32 they are views of `master`, which must not change while they are in use, unless sites have factors.
     """
+    layout, master = layout.with_one_scale(master)
     if dtype == torch.float32:
         return AdapterWeights(layout.scale, layout.pairs(master))
     body, head = master[: layout.body_size].to(dtype, copy=True), master[layout.body_size :].clone()

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
+from tinsmith.engine.exchange.reading import read_saved
 from tinsmith.engine.lora import peft
 from tinsmith.engine.lora.adapter import AdapterWeights, adapter_weights
-from tinsmith.engine.lora.linear import layout_for
 from tinsmith.engine.lora.saved_spec import read_spec
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.training.optimizer import AdapterSnapshot
@@ -85,9 +85,9 @@ class AdapterVersions:
         version = self._get(name)
         if version.weights is None:
             assert version.folder is not None
-            layout = layout_for(self._base, read_spec(version.folder))
-            master = peft.read(version.folder, layout).to(self._base.device)
-            version = replace(version, weights=adapter_weights(layout, master, self._base.dtype))
+            layout, master = read_saved(version.folder, self._base)
+            weights = adapter_weights(layout, master.to(self._base.device), self._base.dtype)
+            version = replace(version, weights=weights)
         del self._versions[name]
         self._versions[name] = version
         self._evict()

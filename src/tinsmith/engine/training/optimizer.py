@@ -71,6 +71,18 @@ class GradientBuffer:
 
     flat: Tensor
     pairs: dict[str, adapter.LoraPair]
+    factors: dict[str, float]
+    """As of the layout."""
+
+    @classmethod
+    def over(cls, layout: adapter.AdapterLayout, flat: Tensor) -> GradientBuffer:
+        """A buffer in the memory of `flat`."""
+        return cls(flat, layout.pairs(flat), layout.factors)
+
+    def complete(self) -> None:
+        """Turn the gradient of the weights that passes read into that of the master; once, after the last pass."""
+        for name, factor in self.factors.items():
+            self.pairs[name].b.mul_(factor)
 
 
 class TrainableAdapter:
@@ -145,7 +157,7 @@ class TrainableAdapter:
         return self._buffer_over(torch.zeros_like(self.gradient))
 
     def _buffer_over(self, flat: Tensor) -> GradientBuffer:
-        return GradientBuffer(flat, self.layout.pairs(flat))
+        return GradientBuffer.over(self.layout, flat)
 
     def step(self, adam: AdamParams) -> dict[str, float]:
         """Take an AdamW step with decoupled decay and clear the gradient; returns its norm before clipping.

@@ -65,7 +65,7 @@ class _Slot:
 
     def __init__(self, start: ShadowStart, flat: Tensor) -> None:
         self._start, self.flat = start, flat
-        self._buffer = GradientBuffer(flat, start.snapshot.layout.pairs(flat))
+        self._buffer = GradientBuffer.over(start.snapshot.layout, flat)
         self._weights = start.snapshot.weights
 
     def weights(self) -> adapter.AdapterWeights:

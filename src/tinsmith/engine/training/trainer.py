@@ -114,7 +114,7 @@ class TorchTrainer:
                 if optimizer:
                     fork.restore(parent.moments().copy())
             self._models[model_id] = fork
-            return fork.layout.size
+            return fork.layout.parameters
 
     async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
         async with self._lock(model_id):  # written in a thread: all but this model goes on

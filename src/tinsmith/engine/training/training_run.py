@@ -117,6 +117,8 @@ class TrainingRun:
     def accept(self) -> None:
         """Add the gradient to the model."""
         if any(item.has_grad for item in self._items):
+            if self._buffer is not None:
+                self._buffer.complete()
             self._model.accept(self._buffer)
 
     def results(self) -> list[PassResult]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -18,8 +19,11 @@ from pathlib import Path
 from typing import Protocol
 
 import httpx
+from safetensors.numpy import load_file, save_file
 
 from tinsmith.atomic import link_folder
+from tinsmith.engine.lora.peft_settings import read_settings
+from tinsmith.engine.lora.saved_spec import PREFIX
 from tinsmith.engine.vllm.server import MAX_RESIDENT, VllmServer
 from tinsmith.errors import EngineDied, Gone, Unsupported
 
@@ -35,6 +39,8 @@ class _Version:
     """The persisted version, once there is one."""
     folder: Path | None = None
     """The copy that vLLM reads."""
+    scaled: Path | None = None
+    """What vLLM reads instead, where modules have several values of alpha / rank."""
     lora_name: str = ""
     server_start: int = 0
     """Which start of vLLM has it loaded; 0: none."""
@@ -71,6 +77,28 @@ def check_rank(subject: str, rank: int, max_rank: int) -> None:
             f"{subject} has rank {rank}, but vLLM, which samples here, was started for ranks up to {max_rank}.",
             f"Serve with vllm.rank={rank} or more, or use a rank up to {max_rank}.",
         )
+
+
+def with_one_scale(folder: Path) -> Path | None:
+    """Write an adapter whose modules have several scales with lora_alpha / r for all of them, as vLLM applies it, into
+    a folder within its own. None if all have that scale."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    settings = read_settings(config, folder)
+    if settings.has_plain_scale:
+        return None
+    tensors, scale, is_plain = load_file(folder / "adapter_model.safetensors"), settings.alpha / settings.rank, True
+    for name, matrix in tensors.items():
+        module, _, side = name.removeprefix(PREFIX).rpartition(".lora_")
+        factor = settings.alpha_of(module) / settings.rank_of(module) / scale
+        if side == "B.weight" and not math.isclose(factor, 1, rel_tol=1e-12):
+            tensors[name], is_plain = matrix * matrix.dtype.type(factor), False
+    if is_plain:
+        return None
+    scaled = folder / "scaled"
+    scaled.mkdir(exist_ok=True)
+    save_file(tensors, scaled / "adapter_model.safetensors", metadata={"format": "pt"})
+    (scaled / "adapter_config.json").write_text(json.dumps({**config, "alpha_pattern": {}}))
+    return scaled
 
 
 class VllmVersions:
@@ -156,6 +184,7 @@ class VllmVersions:
             else:
                 await asyncio.to_thread(link_folder, version.checkpoint, to, *_ADAPTER_FILES)
             version.rank = int(json.loads((to / "adapter_config.json").read_text())["r"])
+            version.scaled = await asyncio.to_thread(with_one_scale, to)
         except (OSError, ValueError, KeyError) as error:
             raise Gone(f"The files of version '{name}' are no longer there: {error}", "Save it again.") from error
         version.folder = to
@@ -165,7 +194,7 @@ class VllmVersions:
         if version.server_start == self._server.starts:
             return
         start, lora_name = self._server.starts, f"v{next(self._numbers)}"
-        body = {"lora_name": lora_name, "lora_path": str(version.folder)}
+        body = {"lora_name": lora_name, "lora_path": str(version.scaled or version.folder)}
         response = await self._post("/v1/load_lora_adapter", body)
         if response.status_code != 200:
             raise await self._server.request_failed(start, f"vLLM does not load the adapter: {response.text[:500]}")
