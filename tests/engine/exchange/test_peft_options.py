@@ -23,6 +23,7 @@ from tests.engine.reference import Reference, plain_model, tied_embeddings_are_m
 from tinsmith.engine.base import AdamParams
 from tinsmith.engine.exchange.adapters import Form, make_readable, write
 from tinsmith.engine.exchange.merge import merge
+from tinsmith.engine.lora import peft_settings
 from tinsmith.engine.lora.peft_settings import NO_EFFECT, READ, REFUSED, SELECTIONS, VALUES, read_settings
 from tinsmith.errors import TinsmithError, Unsupported
 
@@ -95,6 +96,10 @@ MALFORMED: tuple[dict[str, Any], ...] = (
     {"alpha_pattern": {"q_proj": float("inf")}},
     {"target_modules": "(q_proj"},
     {"exclude_modules": "*"},
+    {"target_modules": 7},
+    {"target_parameters": {"a": 1}},
+    {"layers_to_transform": 1.5},
+    {"layers_to_transform": ["0"]},
 )
 
 
@@ -270,6 +275,18 @@ def test_matrices_that_settings_leave_out_are_refused(
     adapter = with_settings(plain, tmp_path / "adapter", settings)
     with pytest.raises(Unsupported, match=r"holds model\.layers\.\S+lora_A\.weight, which its"):
         wait(engine.fork("refused", adapter, optimizer=False))
+
+
+EXPENSIVE = r"(?P<a>.*).*(?P<b>.*).*(?P<c>.*).*(?P<d>.*).*(?P=a).*(?P=b).*(?P=c).*(?P=d)(?<=[xz].)"
+
+
+def test_endless_expressions_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A server matches the expressions of its clients."""
+    monkeypatch.setattr(peft_settings, "_MATCH_SECONDS", 0.01)
+    config = {"r": 4, "lora_alpha": 8, "rank_pattern": {EXPENSIVE: 2}}
+    settings = read_settings(config, tmp_path)
+    with pytest.raises(Unsupported, match="takes too long"):
+        settings.rank_of("model.layers.0.self_attn.q_proj_" * 8)
 
 
 def test_dropout_is_noted(plain: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.engine.sampling.helpers import sample_request
 from tinsmith.engine.base import AdamParams, LoraSpec
 from tinsmith.engine.training.optimizer import MAX_WEIGHT, UpdateBound
 from tinsmith.engine.validation import check_adam
-from tinsmith.errors import BadRequest, NotFound
+from tinsmith.errors import BadRequest, UserError
 
 GOOD = AdamParams(learning_rate=0.01, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.5)
 ZERO = "an eps of 0, where A's gradient is 0"
@@ -110,12 +110,12 @@ def test_saved_state_with_nan_is_refused(engine: Any, wait: Any, tmp_path: Path,
     tensors = load_file(tmp_path / "saved" / f"{file}.safetensors")
     next(tensor for tensor in tensors.values() if tensor.ndim).view(-1)[5] = float("nan")
     save_file(tensors, tmp_path / "saved" / f"{file}.safetensors")
-    with pytest.raises(NotFound, match="not finite"):
+    with pytest.raises(UserError, match="not finite"):
         wait(engine.load(model_id, tmp_path / "saved", optimizer=True))
     assert same(before, state(engine, wait, model_id, tmp_path / "after"))
     if file == "adapter_model":
         wait(engine.attach("broken", tmp_path / "saved"))
-        with pytest.raises(NotFound, match="not finite"):
+        with pytest.raises(UserError, match="not finite"):
             wait(engine.sample(sample_request(version="broken")))
         wait(engine.detach("broken"))
     wait(engine.drop(model_id))

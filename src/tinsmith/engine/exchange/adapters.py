@@ -26,6 +26,7 @@ from tinsmith.engine.lora.peft_settings import PeftSettings, patterns, read_sett
 from tinsmith.engine.lora.saved_spec import PREFIX, read_config
 from tinsmith.engine.model.sources import load_errors, locate
 from tinsmith.engine.model_parts import HEAD, is_in_experts, is_row_slice
+from tinsmith.errors import ConfigError
 
 Form = Literal["peft", "tinker", "vllm"]
 
@@ -54,7 +55,10 @@ def write(source: Path, to: Path, form: Form, base: str | None = None) -> None:
     config = read_config(source)
     settings, tensors = read_settings(config, source), read_tensors(source)
     if _needs_model(tensors, form):
-        _write_with_model(source, to, form, base or str(config["base_model_name_or_path"]))
+        named = base or config.get("base_model_name_or_path")
+        if not named:
+            raise ConfigError(f"{source} does not name its base model.", "Give its folder or hub id: --base.")
+        _write_with_model(source, to, form, str(named))
         return
     _check_ranks(settings, tensors, source)
     if form == "vllm" and not settings.has_plain_scale:

@@ -7,11 +7,12 @@ it is empty: it may change what the matrices mean. Imports no torch: the API pro
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import regex
 
 from tinsmith.engine.model_parts import HEAD
 from tinsmith.errors import Unsupported
@@ -55,6 +56,8 @@ _HINTS = {
     "path_initial_model_for_weight_conversion, which makes it a plain one.",
 }
 _OTHER = "Only plain LoRA is supported."
+_MATCH_SECONDS = 1.0
+"""An expression that takes longer for a name is refused: a server matches those of its clients."""
 _ALL_LINEAR = "all-linear"
 
 
@@ -103,7 +106,7 @@ class PeftSettings:
         if isinstance(self.target_modules, str) and self.target_modules != _ALL_LINEAR:
             return True
         named = self.target_modules if isinstance(self.target_modules, tuple) else ()
-        has_number = any(re.search(r"\.\d+\.", name) for name in (*named, *self.target_parameters))
+        has_number = any(regex.search(r"\.\d+\.", name) for name in (*named, *self.target_parameters))
         return has_number or self.layers is not None or bool(self.exclude_modules)
 
     def selects(self, module: str) -> bool:
@@ -128,18 +131,17 @@ def read_settings(config: Mapping[str, Any], source: Path) -> PeftSettings:
     for key, value in changed.items():
         if value not in VALUES.get(key, ()):
             raise Unsupported(f"{source} holds an adapter with {key}={value!r:.60}.", _HINTS.get(key, _OTHER))
-    layers = config.get("layers_to_transform")
     settings = PeftSettings(
         rank=_rank(config.get("r"), "r", source),
         alpha=_alpha(config.get("lora_alpha"), "lora_alpha", source),
         rank_pattern=_pattern(config, "rank_pattern", source, _rank),
         alpha_pattern=_pattern(config, "alpha_pattern", source, _alpha),
         use_rslora=bool(config.get("use_rslora")),
-        target_modules=_names(config.get("target_modules")),
-        exclude_modules=_names(config.get("exclude_modules")) or (),
-        layers=(layers,) if isinstance(layers, int) else tuple(layers) if layers else None,
-        layers_pattern=_listed(config.get("layers_pattern")),
-        target_parameters=_listed(config.get("target_parameters")),
+        target_modules=_names(config, "target_modules", source),
+        exclude_modules=_names(config, "exclude_modules", source) or (),
+        layers=_layers(config.get("layers_to_transform"), source),
+        layers_pattern=_listed(config, "layers_pattern", source),
+        target_parameters=_listed(config, "target_parameters", source),
     )
     expressions = {"layers_pattern": settings.layers_pattern}
     for key in ("target_modules", "exclude_modules"):
@@ -161,7 +163,7 @@ def patterns(modules: Mapping[str, tuple[int, float]], rank: int, alpha: float) 
     named: dict[str, tuple[int, float]] = {}
     for leaf, paths in by_leaf.items():
         is_same = len(set(paths.values())) == 1
-        named |= {leaf: next(iter(paths.values()))} if is_same else {re.escape(path): paths[path] for path in paths}
+        named |= {leaf: next(iter(paths.values()))} if is_same else {regex.escape(path): paths[path] for path in paths}
     return {
         "rank_pattern": {name: own for name, (own, _) in named.items() if own != rank},
         "alpha_pattern": {name: own for name, (_, own) in named.items() if own != alpha},
@@ -171,19 +173,35 @@ def patterns(modules: Mapping[str, tuple[int, float]], rank: int, alpha: float) 
 def _is_named(names: str | Iterable[str], module: str) -> bool:
     """Whether a regular expression, or a list of names or their ends, names a module."""
     if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
+        return _match(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def _layer(settings: PeftSettings, module: str) -> int | None:
     """The number of a module's layer."""
-    patterns = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in settings.layers_pattern] or [r".*?\.[^.]*\.(\d+)\."]
-    return next((int(match[1]) for match in (re.match(pattern, module) for pattern in patterns) if match), None)
+    patterns = [rf"(?:.*?\.)?{pattern}\.(?P<layer>\d+)\." for pattern in settings.layers_pattern]
+    patterns = patterns or [r".*?\.[^.]*\.(?P<layer>\d+)\."]
+    matches = (_match(rf"{pattern}.*", module) for pattern in patterns)
+    return next((int(match["layer"]) for match in matches if match), None)
 
 
 def _matching(patterns: Iterable[str], module: str) -> str:
     """The first pattern that matches a module's path or its end; the path itself if there is none."""
-    return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", module)), module)
+    return next((pattern for pattern in patterns if _match(rf"(.*\.)?({pattern})", module)), module)
+
+
+def _match(expression: str, module: str) -> regex.Match[str] | None:
+    """The match of a regular expression with the whole of a name. Raises Unsupported if it takes too long."""
+    try:
+        return regex.fullmatch(expression, module, timeout=_MATCH_SECONDS)
+    except TimeoutError as error:
+        raise Unsupported(
+            f"The expression {expression!r:.80} takes too long to match {module}.", "Write it without nested repeats."
+        ) from error
+    except regex.error as error:
+        raise Unsupported(
+            f"{expression!r:.80} is not a regular expression: {error}.", "Write a simpler one."
+        ) from error
 
 
 def _pattern(config: Mapping[str, Any], key: str, source: Path, read: Any) -> dict[str, Any]:
@@ -197,8 +215,8 @@ def _pattern(config: Mapping[str, Any], key: str, source: Path, read: Any) -> di
 def _check_expressions(expressions: Iterable[str], key: str, source: Path) -> None:
     for expression in expressions:
         try:
-            re.compile(f"({expression})")
-        except re.error as error:
+            regex.compile(f"({expression})")
+        except regex.error as error:
             raise Unsupported(
                 f"{key} of {source} has {expression!r}, which is not a regular expression: {error}.",
                 "Write names as Python's re takes them.",
@@ -217,12 +235,26 @@ def _alpha(value: object, key: str, source: Path) -> float:
     return float(value)
 
 
-def _names(value: Any) -> str | tuple[str, ...] | None:
+def _names(config: Mapping[str, Any], key: str, source: Path) -> str | tuple[str, ...] | None:
     """Names as a regular expression or a tuple; None for none."""
+    value = config.get(key)
     if isinstance(value, str):
         return _ALL_LINEAR if value.lower() == _ALL_LINEAR else value
-    return None if value is None else tuple(value)
+    return None if value is None else _listed(config, key, source)
 
 
-def _listed(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value or ())
+def _listed(config: Mapping[str, Any], key: str, source: Path) -> tuple[str, ...]:
+    value = config.get(key) or []
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not all(isinstance(name, str) for name in values):
+        raise Unsupported(f"{key} of {source} is {value!r:.60}.", "It is a name or a list of names.")
+    return tuple(values)
+
+
+def _layers(value: object, source: Path) -> tuple[int, ...] | None:
+    layers = [value] if isinstance(value, int) else value
+    if not layers:
+        return None
+    if not isinstance(layers, list) or not all(isinstance(layer, int) for layer in layers):
+        raise Unsupported(f"layers_to_transform of {source} is {value!r:.60}.", "It is a list of layers' numbers.")
+    return tuple(layers)

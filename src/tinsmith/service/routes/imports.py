@@ -164,9 +164,7 @@ async def _rewritten(engine: Engine, source: Path, to: Path, *, optimizer: bool)
     except EngineDied:
         raise
     except TinsmithError as error:
-        message = error.message.replace(str(source), "the archive")
-        raise BadRequest(
-            message[0].upper() + message[1:], "Check that the adapter belongs to this base model, rank included."
-        ) from error
+        reason = error.message.replace(str(source), "it")
+        raise BadRequest(f"The archive does not fit: {reason}", error.hint) from error
     finally:
         await engine.drop(model_id)
