@@ -66,7 +66,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / "adapter_config.json").read_text())
         return dict(config)
     except (OSError, ValueError, TypeError) as error:
-        raise NotFound(f"{folder} holds no readable adapter: {error!r}", "Save it again.") from error
+        raise NotFound(
+            f"{folder} holds no adapter: adapter_config.json cannot be read ({error!r}).",
+            "Give a folder that PEFT's save_pretrained wrote, or a checkpoint archive (.tar).",
+        ) from error
 
 
 def stored_shapes(folder: Path) -> dict[str, list[int]]:
