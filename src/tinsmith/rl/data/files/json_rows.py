@@ -125,7 +125,7 @@ def _object_over_lines(file: Path, lines: Sequence[str]) -> ConfigError | None:
     except (ValueError, RecursionError, _Fault):
         return None
     lists = [key for key, entry in value.items() if isinstance(entry, list)]
-    example = f", such as: jq -c '.{lists[0]}[]' {file.name} > rows.jsonl" if len(lists) == 1 else "."
+    example = f", such as: jq -c '.{lists[0]}[]' {file} > rows.jsonl" if len(lists) == 1 else "."
     return ConfigError(f"{file} holds one JSON object over several lines.", f"{_ONE_EACH.rstrip('.')}{example}")
 
 

@@ -119,14 +119,14 @@ def _text(file: Path, number: int, line: bytes) -> str:
     if b"\0" in line:
         raise ConfigError(
             f"{file}, line {number} contains a byte 0: the file is not text in UTF-8.",
-            f"If it is UTF-16, convert it: iconv -f UTF-16LE -t UTF-8 {file.name} > utf8-{file.name}",
+            f"If it is UTF-16, convert it: iconv -f UTF-16LE -t UTF-8 {file} > utf8-{file.name}",
         )
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{file}, line {number} is not UTF-8: byte {line[error.start]:#04x} at position {error.start + 1}.",
-            f"Save the file as UTF-8, such as: iconv -f WINDOWS-1252 -t UTF-8 {file.name} > utf8-{file.name}",
+            f"Save the file as UTF-8, such as: iconv -f WINDOWS-1252 -t UTF-8 {file} > utf8-{file.name}",
         ) from error
 
 
