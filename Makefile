@@ -19,11 +19,11 @@ help:  ## list the targets
 
 install: $(INSTALLED)  ## create $(VENV) for demo, tests and checks; the other targets do this first
 
-# Reinstalled when the requirements change. Torch goes first and alone, so that the other packages fit it. pip prints
-# errors only: it warns of an extra that a package spells in another way.
+# Reinstalled when the requirements change. Torch goes first and alone, so that the other packages fit it, from the
+# index TORCH_INDEX if it is set. pip prints errors only: it warns of an extra that a package spells in another way.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq --constraint constraints.txt torch
+	$(BIN)/python -m pip install -qq --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[dev,hub]'
 	touch $@
 

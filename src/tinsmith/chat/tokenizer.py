@@ -8,9 +8,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinsmith.chat.detokenizer import Detokenizer, TokenTexts
@@ -191,6 +194,19 @@ def load_tokenizer(name: str, source: str) -> Tokenizer:
             f"{name} has no tokenizer.json, so this server cannot convert text to tokens: {error}",
             "Use the Tinker API or /inference/v1/generate, which take tokens.",
         ) from error
+
+
+def write_character_tokenizer(source: str, cache: Path) -> Path:
+    """Folder in `cache` with the tokenizer `characters:N`, for clients of this machine; written once."""
+    folder = cache / f"character-tokenizer-{source.removeprefix(CHARACTERS)}"
+    if not folder.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:
+            written = Path(scratch) / folder.name
+            _character_tokenizer(int(source.removeprefix(CHARACTERS))).save_pretrained(written)
+            with suppress(OSError):  # another process was first
+                written.rename(folder)
+    return folder
 
 
 def _character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:

@@ -5,6 +5,7 @@ Routes reach only what their tenant owns; resources of other tenants answer as i
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from typing import Annotated
 
 from fastapi import Depends, Header, Request
 
-from tinsmith.chat.tokenizer import CHARACTERS, Tokenizer, TokenizerCache
+from tinsmith.chat.tokenizer import CHARACTERS, Tokenizer, TokenizerCache, write_character_tokenizer
 from tinsmith.engine.base import ModelCard
+from tinsmith.engine.config import cache_folder
 from tinsmith.engine.validation import did_you_mean
 from tinsmith.errors import BadRequest, Forbidden, NotFound, Unauthorized
 from tinsmith.service.base_models import BaseModels
@@ -143,10 +145,14 @@ class Service:
 
     async def tokenizer(self, base_model: str, card: ModelCard) -> Tokenizer:
         """The tokenizer of a base model. Raises Unsupported if it has none."""
+        return await self.tokenizers.get(base_model, card.tokenizer)
+
+    async def tokenizer_id(self, card: ModelCard) -> str | None:
+        """The tokenizer's hub id, or its folder for clients of this machine; None for others, which have no folder."""
         source = card.tokenizer
-        if card.arch == "fake" and source == card.source and not source.startswith("/"):
-            source = f"{CHARACTERS}{card.vocab_size}"
-        return await self.tokenizers.get(base_model, source)
+        if source.startswith(CHARACTERS):
+            source = str(await asyncio.to_thread(write_character_tokenizer, source, cache_folder()))
+        return source if self.config.is_loopback or not source.startswith("/") else None
 
     def model(self, model_id: str, owner: str) -> Model:
         """A model of this tenant, in any state. Raises NotFound."""

@@ -69,7 +69,8 @@ def test_hub_model_keeps_its_tokenizer_and_limits(
 
 
 def test_toy_and_folder_are_as_they_were(tiny_llama: Path) -> None:
-    assert (find_files("toy").vocabulary, find_files("toy").folder, find_files("toy").tokenizer) == (512, None, "toy")
+    toy = find_files("toy")
+    assert (toy.vocabulary, toy.folder, toy.tokenizer) == (512, None, "characters:512")
     assert find_files(str(tiny_llama)).tokenizer == str(tiny_llama)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from transformers import AutoTokenizer
 
 from tests.service.support.inprocess import Api, Factory, api, loss_in, pass_body
 from tinsmith.service.wire.protobuf import pb
@@ -163,7 +164,9 @@ def test_get_info_returns_the_name_and_tokenizer(tmp_path: Path) -> None:
         async with api(tmp_path) as app:
             model = await app.model()
             info = (await app.post("get_info", {"model_id": model})).json()
-            assert info["model_data"] == {"arch": "fake", "model_name": "toy", "tokenizer_id": "toy"}
+            tokenizer = info["model_data"].pop("tokenizer_id")
+            assert info["model_data"] == {"arch": "fake", "model_name": "toy"}
+            assert AutoTokenizer.from_pretrained(tokenizer, local_files_only=True).encode("Hi") == [72, 105]
             assert (info["is_lora"], info["lora_rank"]) == (True, 4)
 
     run(main())

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from tinsmith.chat.templates import chat_template
+from tinsmith.chat.tokenizer import CHARACTERS
 from tinsmith.engine.config import DEFAULT_MODEL, cache_folder, converted_default
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class ModelFiles:
     """Description of the model that the fake engine stands for."""
 
     tokenizer: str
-    """Argument of AutoTokenizer on this machine."""
+    """Argument of AutoTokenizer on this machine, or `characters:N` (chat.tokenizer)."""
     folder: Path | None
     """Folder of tokenizer.json; None without one."""
     vocabulary: int = TOY_VOCABULARY
@@ -57,7 +58,7 @@ def find_files(source: str) -> ModelFiles:
     if folder.is_dir():
         return ModelFiles(tokenizer=str(folder.resolve()), folder=folder)
     if "/" not in source:
-        return ModelFiles(tokenizer=source, folder=None)
+        return ModelFiles(tokenizer=f"{CHARACTERS}{TOY_VOCABULARY}", folder=None)
     downloaded = None if folder.suffix == ".gguf" else _from_hub(source)
     if downloaded is not None and (described := _describe(source, downloaded)) is not None:
         return described

@@ -151,7 +151,7 @@ async def get_info(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[s
     """
     model = service.model(parse(GetInfoBody, body).model_id, tenant)
     card = await service.worker(model.base_model).host.card()
-    tokenizer = card.tokenizer if service.config.is_loopback or not card.tokenizer.startswith("/") else None
+    tokenizer = await service.tokenizer_id(card)
     return {
         "type": "get_info",
         "model_id": model.id,
