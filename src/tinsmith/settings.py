@@ -137,6 +137,11 @@ class Settings(BaseModel):
         """Types of the section at `key` beside those of its union, such as a user's own; `values`: of the file."""
         return ()
 
+    @classmethod
+    def suggestion(cls, key: str) -> str:
+        """A sentence about an unknown key, before the nearest key is looked for; empty: none."""
+        return ""
+
     def checks_needs(self) -> bool:
         """Whether fields marked with `Needs` are checked."""
         return True
@@ -337,6 +342,8 @@ def _no_such_type(key: str, fault: ErrorDetails, more: Sequence[str]) -> str:
 
 def _fix(kind: type[BaseModel], parts: Sequence[str], parents: Sequence[type[BaseModel]]) -> str:
     """The nearest key of the same section, else the nearest of another section, else all keys of the section."""
+    if issubclass(kind, Settings) and (text := kind.suggestion(".".join(parts))):
+        return text
     names = sorted({name for parent in parents for name in parent.model_fields})
     if near := nearest_name(parts[-1], names):
         return f"Did you mean '{'.'.join([*parts[:-1], near])}'?"

@@ -27,6 +27,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "run-metrics-trinity": metrics.trinity_names,
     "trinity-keys": dialects.trinity,
     "minds-keys": dialects.minds,
+    "other-names": dialects.other_names,
     "rllm-keys": dialects.rllm_tinker,
     "rllm-unified-keys": dialects.rllm_unified,
     "http-routes": http.routes,

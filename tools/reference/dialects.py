@@ -10,6 +10,7 @@ from tinsmith.dialects.base import Copied, Fate, Ignored, Key, Refused, Translat
 from tinsmith.dialects.minds import translate as minds_files
 from tinsmith.dialects.rllm import dialect as rllm
 from tinsmith.dialects.trinity.translate import file_keys
+from tinsmith.rl.config.other_names import OTHER_NAMES
 
 
 def trinity() -> str:
@@ -76,3 +77,19 @@ def _fate(fate: Fate) -> str:
         case Refused(reason, fix):
             text = f"**refused:** {reason} {fix}"
     return text.replace("|", "\\|")
+
+
+def other_names() -> str:
+    """The names of other systems and ours."""
+    systems = dict.fromkeys(row.system for row in OTHER_NAMES)
+    return "\n\n".join(_names_of(system) for system in systems)
+
+
+def _names_of(system: str) -> str:
+    rows = [
+        f"| `{row.name}` | {', '.join(f'`{key}`' for key in row.our_keys) or 'none'} | {row.remark} |"
+        for row in OTHER_NAMES
+        if row.system == system
+    ]
+    title = system[0].upper() + system[1:] if system == "other systems" else system
+    return "\n".join([f"## {title}", "", "| name | here | remark |", "| --- | --- | --- |", *rows])

@@ -6,11 +6,12 @@ Commands import what they need when they run, so that --help is fast and `tinsmi
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
+from cyclopts import App, CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
 
 from tinsmith.cli.run_file import (
     Config,
@@ -60,6 +61,8 @@ app.command("tinsmith.cli.log:log", name="log", help="Show the log of a run.")
 app.command("tinsmith.cli.prove:prove", name="prove", help="Prove on this machine that the service is exact.")
 app.command("tinsmith.cli.machine:doctor", name="doctor", help="Check this machine for everything the service needs.")
 
+_TAKE_SETTINGS = ("run", "check", "debug", "config", "demo")
+"""Commands whose words may set keys of a run file."""
 STOPPED_EARLY = 75
 """Exit code of a run that stopped before its last step and can be continued: EX_TEMPFAIL of sysexits.h."""
 
@@ -155,7 +158,7 @@ def main() -> None:
     try:
         app(words, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        _print_error(_usage_error(error), console)
+        _print_error(_usage_error(error, words), console)
         sys.exit(2)
     except TinsmithError as error:
         if debug:
@@ -170,7 +173,9 @@ def main() -> None:
         sys.exit(130)
 
 
-def _usage_error(error: CycloptsError) -> ConfigError:
+def _usage_error(error: CycloptsError, words: Sequence[str]) -> ConfigError:
+    if isinstance(error, UnknownOptionError) and error.token is not None:
+        return _option_error(error, error.token.keyword or error.token.value, words)
     if not isinstance(error, UnusedCliTokensError):
         return ConfigError(str(error), "--help lists the options.")
     command, word = " ".join(("tinsmith", *(error.command_chain or ()))), (error.unused_tokens or [""])[0]
@@ -178,6 +183,21 @@ def _usage_error(error: CycloptsError) -> ConfigError:
     message = f"{command} does not take {word!r}. {did_you_mean(word, names)}".strip()
     commands = f"Its commands: {', '.join(names)}. " if names else ""
     return ConfigError(message, f"{commands}{command} --help says what it takes.")
+
+
+def _option_error(error: CycloptsError, option: str, words: Sequence[str]) -> ConfigError:
+    """The error for an unknown option, which may be a setting of a run with hyphens before it."""
+    message = f"Unknown option: {option}."
+    if (error.command_chain or ("",))[0] not in _TAKE_SETTINGS:
+        return ConfigError(message, "--help lists the options.")
+    from tinsmith.rl.config import RunConfig
+
+    name, equals, value = option.partition("=")
+    at = next((at for at, word in enumerate(words) if word.partition("=")[0] == name), len(words))
+    value = value if equals else next((word for word in words[at + 1 : at + 2] if not word.startswith("-")), "VALUE")
+    key = name.lstrip("-").replace("-", "_")
+    hint = RunConfig.suggestion(key) or f"A setting has no hyphens before it: {key}={value}."
+    return ConfigError(message, f"{hint} --help lists the options.")
 
 
 def _print_error(error: TinsmithError, console: Console) -> None:

@@ -22,6 +22,8 @@ from tinsmith.dialects.rllm.schema_unified import UnifiedFile
 from tinsmith.dialects.trinity import translate as trinity
 from tinsmith.dialects.trinity.plugin_shim import plugin_shim
 from tinsmith.dialects.trinity.schema import TrinityFile
+from tinsmith.dialects.unread import refuse_unread
+from tinsmith.dialects.wording import in_words_of
 from tinsmith.errors import ConfigError
 from tinsmith.overrides import COMMAND_LINE, apply_overrides, override_key
 from tinsmith.rl import plugins
@@ -125,8 +127,27 @@ def read_run(file: Path, overrides: Sequence[str] = ()) -> RunFile:
     """Read a run file in any dialect. Raises ConfigError with every fault, its place and its fix."""
     with plugin_shim():
         values = parse_file(file)
+        refuse_unread(values, str(file))
         dialect = find_dialect(values)
-        return _read_foreign(file, values, overrides, dialect) if dialect else _read_own(file, values, overrides)
+        if dialect is None:
+            return _read_own(file, values, overrides)
+        try:
+            return _read_foreign(file, values, overrides, dialect)
+        except ConfigError as error:
+            begin = f"{file} is read as a file of {dialect.name}, because it has '{_mark(dialect, values)}'."
+            raise ConfigError(f"{begin}\n{error.message}", error.hint) from error
+
+
+def _mark(dialect: Dialect, values: Mapping[str, Any]) -> str:
+    """The key of a file by which it is recognized."""
+    for key, section in values.items():
+        if dialect.recognizes({key: section}):
+            below = section if isinstance(section, Mapping) else {}
+            deeper = () if dialect.recognizes({key: {}}) else below
+            return next(
+                (f"{key}.{name}" for name in deeper if dialect.recognizes({key: {name: below[name]}})), str(key)
+            )
+    return next(iter(values), "")
 
 
 def _read_own(file: Path, values: Mapping[str, Any], overrides: Sequence[str]) -> RunFile:
@@ -157,7 +178,12 @@ def _read_foreign(file: Path, values: Mapping[str, Any], overrides: Sequence[str
         resolve_interpolations(values, place, defaults), place, _plugin_names(after), before
     )
     place = f"{place} (read as {dialect.name})"
-    settings = build(RunConfig, dialect.finish(apply_overrides(translation.settings, after, RunConfig)), place, after)
+    try:
+        settings = build(
+            RunConfig, dialect.finish(apply_overrides(translation.settings, after, RunConfig)), place, after
+        )
+    except ConfigError as error:
+        raise ConfigError(in_words_of(dialect.schema, values, error.message), error.hint) from error
     return RunFile(settings=_named(settings, file), dialect=dialect.name, guide=dialect.guide, notes=translation.notes)
 
 
@@ -174,6 +200,8 @@ def _is_foreign(dialect: Dialect, key: str) -> bool:
 
 def _check_key(dialect: Dialect, key: str) -> None:
     """Raises ConfigError for an unknown key that is nearest to one of the dialect's; RunConfig reports the others."""
+    if RunConfig.suggestion(key):
+        return
     own = {without_entries(path): path for path in paths(RunConfig)}
     foreign = {without_entries(path): path for path in paths(dialect.schema)}
     nearest = nearest_name(without_entries(key), [*own, *foreign], cutoff=0.75)

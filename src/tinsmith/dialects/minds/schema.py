@@ -40,7 +40,7 @@ class MindsArguments(Section):
 class MindsTrainer(Section):
     """`trainer`."""
 
-    rollouts_per_example: Annotated[int, Copied("group_size")] = Field(default=4, ge=1)
+    rollouts_per_example: int = Field(default=4, ge=1)
     groups_per_batch: int | None = Field(default=None, ge=1)
     batch_size: int | None = Field(default=None, ge=1)
     total_batches: int | None = Field(default=None, ge=1)
@@ -48,7 +48,7 @@ class MindsTrainer(Section):
     learning_rate: float = Field(default=3.162e-6, gt=0)
     loss_fn: str = "importance_sampling"
     training_rank: Annotated[int, Copied("model.rank")] = Field(default=32, ge=1)
-    async_off_policy_steps: Annotated[int, Copied("staleness")] = Field(default=2, ge=0)
+    async_off_policy_steps: int = Field(default=2, ge=0)
     stream_minibatches: int = Field(default=4, ge=1)
     save_every: Annotated[int, Copied("checkpoint.every")] = Field(default=20, ge=0)
     eval_every: Annotated[int, Copied("eval.every")] = Field(default=0, ge=0)

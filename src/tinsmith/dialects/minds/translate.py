@@ -90,6 +90,8 @@ def translate(
         settings({"algorithm.type": "grpo"}),
         _environments(file),
         _lengths(file.trainer),
+        _group(file.trainer),
+        _staleness(file.trainer),
         _training(file.trainer),
         _template(file.model),
         _variables(Path(place).stem),
@@ -158,6 +160,25 @@ def _lengths(trainer: MindsTrainer) -> Translation:
             f"trainer.stream_minibatches: a batch of {counted(groups, 'group')} has at most {counted(groups, 'part')}."
         )
     return result + settings({"groups_per_step": groups, "steps": steps, "updates.stream": stream})
+
+
+@translates(
+    MindsTrainer, rollouts_per_example="group_size; 1 trains on the reward itself, which nothing is compared with"
+)
+def _group(trainer: MindsTrainer) -> Translation:
+    result = settings({"group_size": trainer.rollouts_per_example})
+    if trainer.rollouts_per_example > 1:
+        return result
+    text = "a group of one has no others to compare with, so that its advantage is its reward."
+    advantage = {"type": "grpo", "normalize": "none", "std_threshold": None}
+    return result + settings({"algorithm.advantage": advantage}) + note(f"trainer.rollouts_per_example: {text}")
+
+
+@translates(MindsTrainer, async_off_policy_steps="staleness")
+def _staleness(trainer: MindsTrainer) -> Translation:
+    steps = trainer.async_off_policy_steps
+    high = settings({"allow_high_staleness": True}) if steps > 8 else NOTHING
+    return settings({"staleness": steps}) + high
 
 
 @translates(

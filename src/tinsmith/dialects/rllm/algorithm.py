@@ -18,7 +18,19 @@ from tinsmith.dialects.rllm.schema_unified import (
     UnifiedAgent,
     UnifiedAlgorithm,
 )
-from tinsmith.dialects.rllm.values import ESTIMATOR, GROUP_SIZE, NORMALIZE, Setting, Values, no_effect
+from tinsmith.dialects.rllm.values import (
+    CLIP_MAX,
+    CLIP_MIN,
+    CLIPS,
+    ESTIMATOR,
+    GAMMA,
+    GROUP_SIZE,
+    LAM,
+    NORMALIZE,
+    Setting,
+    Values,
+    no_effect,
+)
 
 Part = Mapping[str, Any]
 
@@ -73,6 +85,7 @@ def translate(values: Values, estimators: Mapping[str, Part]) -> Translation:
         + _divergence(values)
         + _correction(values)
         + _truncated(values)
+        + _router_replay(values)
     )
 
 
@@ -101,7 +114,7 @@ def _advantage(values: Values, estimators: Mapping[str, Part]) -> Translation:
         result += no_effect(unused, f"only grpo divides by the standard deviation of a group, not {name}.")
     if part and name not in ("gae", "reinforce_plus_plus"):
         discounts = values.value("algorithm.grouping_level") == "step"
-        unused = values.set_keys(*(() if discounts else ("algorithm.gamma",)), "algorithm.lam")
+        unused = values.set_keys(*(() if discounts else GAMMA), *LAM)
         result += no_effect(unused, f"{name} does not discount; gae and reinforce_plus_plus do.")
     if part and name == "grpo" and values.value(*GROUP_SIZE) == 1:
         key = values.setting(*GROUP_SIZE).key
@@ -113,6 +126,11 @@ def _advantage(values: Values, estimators: Mapping[str, Part]) -> Translation:
     RllmAlgorithm,
     gamma="algorithm.advantage.gamma, with gae, reinforce_plus_plus; algorithm.turn_discount, with grouping_level step",
     lam="algorithm.advantage.lam, with gae",
+)
+@translates(
+    UnifiedAlgorithm,
+    gamma="algorithm.advantage.gamma, with gae, reinforce_plus_plus; null is algorithm.gamma",
+    lam="algorithm.advantage.lam, with gae; null is algorithm.lam",
 )
 def advantage(
     values: Values, name: str, key: str, estimators: Mapping[str, Part]
@@ -130,11 +148,57 @@ def advantage(
     if name == "grpo" and values.value(*NORMALIZE):
         part |= {"normalize": "group", "std": "population"}
     if name in ("gae", "reinforce_plus_plus"):
-        part["gamma"] = values.value("algorithm.gamma")
+        part["gamma"] = _discount(values, *GAMMA)
+    if name == "distill":
+        result += _clipping(values, part)
+    elif clips := values.set_keys(*CLIPS, *CLIP_MIN, *CLIP_MAX):
+        result += no_effect(clips, "it has an effect only with adv_estimator distill.")
     if name == "gae":
-        part["lam"] = values.value("algorithm.lam")
+        part["lam"] = _discount(values, *LAM)
         result += settings({"algorithm.critic": {}})
     return part, result
+
+
+def _discount(values: Values, *places: str) -> float:
+    """The value of gamma or lam, whose default is that of the last place."""
+    value = values.value(*places)
+    return values.value(places[-1]) if value is None else value
+
+
+_CLIPPING = {
+    "clip_advantages": "whether the keys below have an effect, with adv_estimator distill",
+    "adv_clip_min": "algorithm.advantage.low, with adv_estimator distill",
+    "adv_clip_max": "algorithm.advantage.high, with adv_estimator distill",
+}
+
+
+@translates(RllmAlgorithm, **_CLIPPING)
+@translates(UnifiedAlgorithm, **_CLIPPING)
+def _clipping(values: Values, part: dict[str, Any]) -> Translation:
+    """Set the bounds of the advantages of a distillation."""
+    bounds = values.setting(*CLIP_MIN), values.setting(*CLIP_MAX)
+    if not values.value(*CLIPS):
+        unused = values.set_keys(*CLIP_MIN, *CLIP_MAX)
+        return no_effect(unused, "it has an effect only with clip_advantages: true.")
+    low, high = (bound.value for bound in bounds)
+    if low is not None and high is not None and low > high:
+        return fault(bounds[0].key, f"{low:g} is above {bounds[1].key}, {high:g}.", "Lower it.")
+    part |= {"low": low, "high": high}
+    return NOTHING
+
+
+@translates(UnifiedAlgorithm, router_replay="model.router_replay: replay, for R3")
+def _router_replay(values: Values) -> Translation:
+    key = "rllm.algorithm.router_replay"
+    mode = values.value(key) if values.has(key) else "disabled"
+    if mode in ("disabled", False, "", "none"):
+        return NOTHING
+    if mode == "R3":
+        return settings({"model.router_replay": "replay"})
+    if mode == "R2":
+        problem = "R2 replays the routing of the trainer's own first pass, which the Tinker API does not return."
+        return fault(key, problem, "Use R3, which replays that of the sampler, or disabled.")
+    return fault(key, f"there is no '{mode}'.", "It is disabled or R3.")
 
 
 @translates(
@@ -176,8 +240,8 @@ def _grouping(values: Values) -> Translation:
     if level.value not in GROUPINGS:
         return fault(level.key, f"there is no '{level.value}'.", did_you_mean(level.value, GROUPINGS))
     result = settings({"algorithm.grouping": GROUPINGS[level.value]})
-    if level.value == "step" and values.set_keys("algorithm.gamma"):
-        result += settings({"algorithm.turn_discount": values.value("algorithm.gamma")})
+    if level.value == "step" and values.set_keys(*GAMMA):
+        result += settings({"algorithm.turn_discount": values.value(*GAMMA)})
     return result + (_stepwise(values) if values.has("rllm.backend") else NOTHING)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tinsmith.dialects.base import NOTHING, Section, Translation, check_faults, fault, has_key, keys, note
+from tinsmith.dialects.base import NOTHING, Section, Translation, check_faults, fault, has_key, keys, note, section_of
 from tinsmith.dialects.rllm import algorithm
 from tinsmith.dialects.rllm.dialect import (
     CONFIGS,
@@ -31,7 +31,7 @@ from tinsmith.dialects.rllm.schema_unified import UnifiedFile
 from tinsmith.dialects.rllm.values import MIRRORS, Values
 from tinsmith.errors import ConfigError
 from tinsmith.overrides import COMMAND_LINE
-from tinsmith.settings import build, nearest_name, resolve_interpolations
+from tinsmith.settings import build, nearest_name, paths, resolve_interpolations
 
 PLACE = "the configuration"
 _MISSING = object()
@@ -147,8 +147,33 @@ def _file(config: Mapping[str, Any] | DictConfig) -> tuple[Section, dict[str, An
     changed = _changed(plain, _defaults(kind))
     if "${" in str(changed):
         changed = resolve_interpolations(changed, PLACE, plain)
-    recognized = {key: value for key, value in changed.items() if key in kind.model_fields}
-    return build(kind, recognized, PLACE), {key: value for key, value in changed.items() if key not in recognized}
+    recognized, others = _of_rllm(kind, changed)
+    return build(kind, recognized, PLACE), others
+
+
+def _of_rllm(
+    kind: type[Section], values: Mapping[str, Any], parents: Sequence[str] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values whose keys rLLM has, and those of the script's own by dotted key."""
+    recognized: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for key, value in values.items():
+        path = [*parents, str(key)]
+        if not has_key(kind, path):
+            others[".".join(path)] = value
+        elif isinstance(value, Mapping) and _is_section(kind, path):
+            recognized[key], below = _of_rllm(kind, value, path)
+            others |= below
+        else:
+            recognized[key] = value
+    return recognized, others
+
+
+def _is_section(kind: type[Section], path: Sequence[str]) -> bool:
+    """Whether a key of rLLM's names a section."""
+    for name in path[:-1]:
+        kind = section_of(kind.model_fields[name]) or kind
+    return section_of(kind.model_fields[path[-1]]) is not None
 
 
 def _changed(values: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,8 +192,9 @@ def _changed(values: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, A
 def _own_keys(kind: type[Section], others: Mapping[str, Any]) -> Translation:
     """A note on keys that only the script reads, and a fault for one that looks misspelt."""
     result = NOTHING
+    places = list(paths(kind))
     for key in others:
-        if nearest := nearest_name(key, kind.model_fields, cutoff=0.8):
+        if nearest := nearest_name(key, [each for each in places if each.count(".") == key.count(".")], cutoff=0.8):
             result += fault(key, "there is no such key.", f"Did you mean '{nearest}'?")
         else:
             result += note(f"{key}: no key of rLLM; only the script itself reads it.")

@@ -134,7 +134,10 @@ def _thinking(values: Values) -> Translation:
     max_prompt_length="sampling.max_prompt_tokens",
     max_response_length="sampling.max_tokens",
 )
-@translates(RllmTraining, max_length="bounds sampling.max_tokens, so that prompt and reply have at most so many tokens")
+@translates(
+    RllmTraining,
+    max_length="sampling.max_total_tokens, where prompt and reply may be longer: a long prompt leaves a shorter reply",
+)
 @translates(RolloutSampling, max_tokens="sampling.max_tokens or eval.max_tokens; null is max_response_length")
 @translates(RllmValidationSampling, max_tokens="eval.max_tokens; null is as in training")
 def _lengths(values: Values) -> Translation:
@@ -145,14 +148,12 @@ def _lengths(values: Values) -> Translation:
     for key, value in ((values.setting(*MAX_PROMPT).key, prompt), (chosen.key, reply)):
         if value < 1:
             return fault(key, f"{value} is not a length.", "Set 1 or more.")
-    room, result = total - prompt, NOTHING
-    if room < 1:
-        fix = f"Raise it, or lower {values.setting(*MAX_PROMPT).key}."
-        return fault("training.max_length", f"a prompt of {counted(prompt, 'token')} leaves no room for a reply.", fix)
-    if reply > room:
-        text = f"replies have at most {counted(room, 'token')}, so that prompt and reply have at most {total}."
-        result += note(f"training.max_length: {text}")
-    result += settings({"sampling.max_prompt_tokens": prompt, "sampling.max_tokens": min(reply, room)})
+    if total < 2:
+        return fault("training.max_length", f"{total} leaves no room for a prompt and a reply.", "Raise it.")
+    result = settings({"sampling.max_prompt_tokens": min(prompt, total - 1), "sampling.max_tokens": min(reply, total)})
+    if prompt + reply > total:
+        text = f"prompt and reply have at most {total} tokens, so that a long prompt leaves a shorter reply."
+        result += settings({"sampling.max_total_tokens": total}) + note(f"training.max_length: {text}")
     return result + (settings({"eval.max_tokens": evaluated}) if evaluated else NOTHING)
 
 

@@ -82,6 +82,9 @@ class RllmAlgorithm(Section):
     norm_adv_by_std_in_grpo: bool = False
     grouping_level: str = "trajectory"
     remove_constant_reward_groups: bool = False
+    clip_advantages: bool = False
+    adv_clip_min: float | None = -5.0
+    adv_clip_max: float | None = 5.0
     shared_tokenizer: bool = False
     teacher_rollout_args: RllmTeacher = RllmTeacher()
 

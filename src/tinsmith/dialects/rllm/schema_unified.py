@@ -156,9 +156,12 @@ class UnifiedAlgorithm(Section):
     kl_beta: float = 0.0
     eps_clip: float = 0.2
     eps_clip_high: float | None = None
-    router_replay: Annotated[
-        str, Refused("the Tinker API does not return the routing of MoE layers.", "Leave it out, or write disabled.")
-    ] = "disabled"
+    gamma: float | None = None
+    lam: float | None = None
+    clip_advantages: bool = False
+    adv_clip_min: float | None = -5.0
+    adv_clip_max: float | None = 5.0
+    router_replay: str | bool = "disabled"
     rollout_correction: RolloutCorrection = RolloutCorrection()
 
 
@@ -218,6 +221,10 @@ class Gateway(Section):
     port: Annotated[int, OWN_ENDPOINT] = 9090
     host: Annotated[str | None, OWN_ENDPOINT] = None
     num_workers: Annotated[int, OWN_ENDPOINT] = 0
+    public_url: Annotated[str | None, NO_SANDBOX] = None
+    sampling_params_priority: Annotated[
+        str, Ignored("an agent's own sampling parameters are used where it sets them, else those of the run.")
+    ] = "client"
     tunnel: Annotated[str | None, NO_SANDBOX] = None
     store: Annotated[str, STORED] = "memory"
     db_path: Annotated[str | None, STORED] = None
@@ -270,6 +277,9 @@ class RllmSettings(Section):
     rejection_sample: RejectionSample = RejectionSample()
     remote_runtime: RemoteRuntime = RemoteRuntime()
     gateway: Gateway = Gateway()
+    sdk: Annotated[
+        Arguments, Ignored("agents reach the policy through an endpoint of the run, which records them.")
+    ] = Field(default_factory=dict)
     async_training: AsyncTraining = AsyncTraining()
     episode_logging: LogRollouts = LogRollouts()
     sandbox_backend: Annotated[Any, Refused("there are no sandboxes.", "Run the agent in the process of the run.")] = (

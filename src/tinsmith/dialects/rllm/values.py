@@ -23,6 +23,11 @@ ACCUMULATE_REASONING = ("rllm.accumulate_reasoning", "rollout_engine.accumulate_
 PARALLEL = ("rllm.workflow.n_parallel_tasks", "workflow.n_parallel_tasks")
 ATTEMPTS = ("rllm.workflow.retry_limit", "workflow.retry_limit")
 ESTIMATOR = ("rllm.algorithm.adv_estimator", "algorithm.adv_estimator")
+GAMMA = ("rllm.algorithm.gamma", "algorithm.gamma")
+LAM = ("rllm.algorithm.lam", "algorithm.lam")
+CLIPS = ("rllm.algorithm.clip_advantages", "algorithm.clip_advantages")
+CLIP_MIN = ("rllm.algorithm.adv_clip_min", "algorithm.adv_clip_min")
+CLIP_MAX = ("rllm.algorithm.adv_clip_max", "algorithm.adv_clip_max")
 NORMALIZE = ("rllm.algorithm.norm_adv_by_std_in_grpo", "algorithm.norm_adv_by_std_in_grpo")
 TEMPERATURE = ("rllm.rollout.train.temperature", "sampling.train.temperature", "sampling.temperature")
 TOP_P = ("rllm.rollout.train.top_p", "sampling.train.top_p", "sampling.top_p")
@@ -44,7 +49,8 @@ RESUME_FROM = ("training.resume_from_tinker_id", "trainer.resume_from_tinker_id"
 
 MIRRORS = (
     GROUP_SIZE, EVAL_SIZE, BATCH_SIZE, MAX_PROMPT, MAX_RESPONSE, SCHEDULE, WARMUP_RATIO,
-    DISABLE_THINKING, ACCUMULATE_REASONING, PARALLEL, ATTEMPTS, ESTIMATOR, NORMALIZE, TEMPERATURE, TOP_P, TOP_K,
+    DISABLE_THINKING, ACCUMULATE_REASONING, PARALLEL, ATTEMPTS, ESTIMATOR, GAMMA, LAM,
+    CLIPS, CLIP_MIN, CLIP_MAX, NORMALIZE, TEMPERATURE, TOP_P, TOP_K,
     MAX_TOKENS, EVAL_TEMPERATURE, EVAL_TOP_P, EVAL_TOP_K, EVAL_MAX_TOKENS, EPOCHS, LOGGER, PROJECT, NAME, EVAL_EVERY,
     SAVE_EVERY, EVAL_BEFORE, FOLDER, RESUME_FROM,
 )  # fmt: skip

@@ -19,6 +19,7 @@ from tinsmith.dialects.base import (
     settings,
     translates,
 )
+from tinsmith.dialects.trinity import corrections
 from tinsmith.dialects.trinity.arguments import Component, merge_arguments
 from tinsmith.dialects.trinity.name_tables import (
     ADVANTAGES,
@@ -71,6 +72,8 @@ def translate(file: TrinityFile, workflow_type: str = "") -> Translation:
         + _auxiliary_models(file)
         + _teacher(file)
         + _old_logprobs_of_trainer(file)
+        + corrections.rollout_correction(file)
+        + corrections.router_replay(file)
         + _group_size(section)
         + _optimizer(section.optimizer, tinker_defaults=file.model.tinker.enable)
     )

@@ -5,11 +5,12 @@ The algorithms sft, cpt and dpo train on demonstrations only; mix and mix_chord 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from tinsmith.dialects.base import NOTHING, Translation, combine, fault, note, note_unused, settings, translates
 from tinsmith.dialects.trinity.data import order, row_source
-from tinsmith.dialects.trinity.name_tables import MIXED, SUPERVISED
+from tinsmith.dialects.trinity.name_tables import DEFAULT_GROUP_SIZES, MIXED, SUPERVISED
 from tinsmith.dialects.trinity.schema import Algorithm, TrinityFile
 from tinsmith.dialects.trinity.schema_buffer import DemonstrationFormat, ExperienceBuffer
 from tinsmith.plurals import counted
@@ -35,6 +36,21 @@ class SampleStrategy(NamedTuple):
 def is_mixed(file: TrinityFile) -> bool:
     """Whether the run trains on demonstrations and rollouts together."""
     return file.algorithm.algorithm_type in MIXED
+
+
+class BatchShares(NamedTuple):
+    """Rows of a training batch."""
+
+    policy: int
+    demonstrations: int
+
+
+def batch_shares(file: TrinityFile) -> BatchShares:
+    """Replies of the policy, and demonstrations, of which Trinity takes the share of the batch rounded up."""
+    group = file.algorithm.repeat_times or DEFAULT_GROUP_SIZES.get(file.algorithm.algorithm_type, 2)
+    size = file.buffer.train_batch_size or file.buffer.batch_size * group
+    number = math.ceil(demonstration_share(file) * size) if is_mixed(file) else 0
+    return BatchShares(size - number, number)
 
 
 def demonstration_share(file: TrinityFile) -> float:
@@ -107,7 +123,7 @@ def _mixed_demonstrations(file: TrinityFile) -> Translation:
         result
         + _demonstrations(buffer, key, "sft")
         + order("demonstrations.order", [(key, buffer.data_selector)])
-        + settings({"demonstrations.ratio": share})
+        + settings({"demonstrations.per_step": batch_shares(file).demonstrations})
     )
 
 

@@ -57,14 +57,9 @@ class Algorithm(Section):
     entropy_loss_fn: str | None = None
     entropy_loss_fn_args: Arguments | None = None
     loss_agg_mode: str | None = None
-    enable_router_replay: Annotated[
-        bool, Refused("the Tinker API does not return the routing of MoE layers.", "Leave it out.")
-    ] = False
+    enable_router_replay: bool = False
     bypass_old_logprobs: bool = True
-    rollout_correction: Annotated[
-        Arguments | None,
-        Refused("the old logprobs are the sampler's own, so there is nothing to correct.", "Leave it out."),
-    ] = None
+    rollout_correction: Arguments | None = None
 
 
 class Operator(Section):

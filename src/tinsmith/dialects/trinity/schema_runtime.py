@@ -244,7 +244,7 @@ class InferenceModel(Section):
     tool_call_parser: Annotated[str | None, Ignored("the server picks the tool-call parser by model family.")] = None
     reasoning_parser: Annotated[str | None, Ignored("replies are stored whole, including the reasoning.")] = None
     enable_return_routed_experts: Annotated[
-        bool, Refused("the Tinker API does not return the routing of MoE layers.", "Leave it out.")
+        bool, Ignored("the sampler records its experts where algorithm.enable_router_replay is true.")
     ] = False
 
 

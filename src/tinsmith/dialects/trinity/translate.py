@@ -191,7 +191,7 @@ def _length(file: TrinityFile, workflow_type: str) -> Translation:
             f"buffer.train_batch_size: it counts turns there; here a step trains on all {counted(size, 'rollout')}."
         )
     if demonstrations.is_mixed(file):
-        size = round(size * (1 - demonstrations.demonstration_share(file)))
+        size = demonstrations.batch_shares(file).policy
     if size % group or size < group:
         fix = f"Set a multiple of algorithm.repeat_times ({group}), or leave it out."
         return result + fault("buffer.train_batch_size", f"{size} replies of the policy are not whole groups.", fix)

@@ -21,6 +21,7 @@ from typing_extensions import override
 from tinsmith.errors import ConfigError
 from tinsmith.rl import plugins
 from tinsmith.rl.algorithms.config import DATA_ONLY
+from tinsmith.rl.config import other_names
 from tinsmith.rl.config.checks import CHECKS
 from tinsmith.rl.config.fields import ROLLOUTS, RunSettings, Stage
 from tinsmith.settings import build, explicit_values
@@ -73,6 +74,11 @@ def _current_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 
 class RunConfig(RunSettings):
     """The settings of a run."""
+
+    @classmethod
+    @override
+    def suggestion(cls, key: str) -> str:
+        return other_names.suggestion(key)
 
     @model_validator(mode="before")
     @classmethod

@@ -72,6 +72,9 @@ class SamplingConfig(Settings):
     """Maximum number of tokens of a reply."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens of a prompt; rollouts with a longer one fail. Not set: the limit of the server."""
+    max_total_tokens: int | None = Field(default=None, ge=2)
+    """Maximum number of tokens of prompt and reply together: a longer prompt leaves a shorter reply, and rollouts whose
+    prompt leaves none fail. Not set: the limit of the server."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature; 0 is greedy. At 1 the sampler draws from the policy that is trained; for other values see
     algorithm.old_logprobs."""
@@ -89,6 +92,11 @@ class SamplingConfig(Settings):
         if stop and len({type(text_or_token) for text_or_token in stop}) > 1:
             raise ValueError("stop takes strings or token ids, not both")
         return stop
+
+    def max_reply(self, prompt_tokens: int) -> int:
+        """Maximum number of tokens of a reply to a prompt of this length."""
+        room = self.max_tokens if self.max_total_tokens is None else self.max_total_tokens - prompt_tokens
+        return min(self.max_tokens, room)
 
     @property
     def restricts(self) -> bool:
@@ -352,7 +360,13 @@ def request_seed(run_seed: int, *place: int) -> int:
 
 
 def check_prompt_length(prompt: Sequence[int], sampling: SamplingConfig) -> None:
-    """Raise PromptTooLong if the prompt is longer than max_prompt_tokens."""
+    """Raise PromptTooLong if the prompt is longer than max_prompt_tokens, or leaves no room for a reply."""
+    if sampling.max_reply(len(prompt)) < 1:
+        raise PromptTooLong(
+            f"The prompt has {counted(len(prompt), 'token')}, and sampling.max_total_tokens is "
+            f"{sampling.max_total_tokens}, so that there is no room for a reply.",
+            "Raise it, or shorten the task.",
+        )
     if sampling.max_prompt_tokens is not None and len(prompt) > sampling.max_prompt_tokens:
         raise PromptTooLong(
             f"The prompt has {counted(len(prompt), 'token')}, sampling.max_prompt_tokens is "

@@ -159,7 +159,7 @@ class ScriptedSnapshot(Snapshot):
         return np.array(best, np.int64), np.array([begins[token] for token in best], np.float32)
 
     def _turn(self, prompt: tuple[int, ...], reply: int, logprobs: np.ndarray, sampling: SamplingConfig) -> Turn:
-        tokens = (*map(ord, self._replies[reply]), END)[: sampling.max_tokens]
+        tokens = (*map(ord, self._replies[reply]), END)[: sampling.max_reply(len(prompt))]
         return Turn(
             prompt=prompt,
             tokens=tokens,

@@ -51,7 +51,7 @@ class TinkerSnapshot(Snapshot):
         encoded = _encoded(prompt, self._chat)
         check_prompt_length(encoded.tokens, sampling)
         params = tinker.SamplingParams(
-            max_tokens=sampling.max_tokens,
+            max_tokens=sampling.max_reply(len(encoded.tokens)),
             seed=seed,
             stop=cast(Any, None if sampling.stop is None else list(sampling.stop)),
             temperature=sampling.temperature,

@@ -1,0 +1,78 @@
+"""Configuration files of systems that are not read: they are recognized, and refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tinsmith.errors import ConfigError
+
+NAMES_PAGE = "docs/reference/names.md"
+"""Page with the names of other systems and ours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadFormat:
+    """A kind of file that is not read.
+
+    Example: UnreadFormat(name="verl", keys=("actor_rollout_ref",), unless=("rllm",))
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    """Dotted keys, any of which marks the kind; "a=text" is a key whose value is a text."""
+    unless: tuple[str, ...] = ()
+    """Keys of a kind that is read and may have the same keys."""
+    fix: str = ""
+
+
+FORMATS = (
+    UnreadFormat(
+        name="prime-rl",
+        keys=(
+            "orchestrator", "inference", "trainer.optim", "trainer.model", "trainer.ckpt", "trainer.data",
+            "trainer.weight_broadcast", "weight_broadcast", "rollout_transport", "max_async_level", "seq_len",
+            "deployment", "ckpt", "inference_gpu_ids", "trainer_gpu_ids", "rollouts_per_example", "optim.lr",
+            "env=list", "data.seq_len", "model.impl",
+        ),
+        unless=("explorer", "synchronizer", "rllm", "rewards", "tasks"),
+    ),
+    UnreadFormat(
+        name="verifiers",
+        keys=(
+            "eval=list", "env.taskset", "env.harness", "taskset.id", "harness.id", "env_id", "env_dir_path", "endpoint",
+            "ablation", "model=text",
+        ),
+        unless=("explorer", "synchronizer", "rllm", "rewards", "tasks", "envs", "model_name_or_path"),
+        fix="An environment of verifiers is an entry of environments (docs/guides/verifiers.md). ",
+    ),
+    UnreadFormat(name="verl", keys=("actor_rollout_ref",), unless=("rllm",)),
+    UnreadFormat(
+        name="TRL",
+        keys=("model_name_or_path", "per_device_train_batch_size", "num_train_epochs", "gradient_accumulation_steps"),
+        unless=("tasks", "rewards", "rllm", "trainer"),
+    ),
+    UnreadFormat(name="OpenRLHF", keys=("pretrain", "n_samples_per_prompt", "micro_rollout_batch_size")),
+)  # fmt: skip
+
+
+def refuse_unread(values: Mapping[str, Any], place: str) -> None:
+    """Raise ConfigError if the values are those of a file of a system whose files are not read."""
+    for form in FORMATS:
+        key = next((key for key in form.keys if _has(values, key)), "")
+        if key and not any(other in values for other in form.unless):
+            raise ConfigError(
+                f"{place} is a file of {form.name}, because it has '{key.partition('=')[0]}'; such files are not read.",
+                f"{form.fix}Write a run file; {NAMES_PAGE} has the names of {form.name} and ours. Tinsmith reads its "
+                "own run files and those of Trinity-RFT, rLLM and minds_RL.",
+            )
+
+
+def _has(values: Any, key: str) -> bool:
+    path, _, form = key.partition("=")
+    for part in path.split("."):
+        if not isinstance(values, Mapping) or part not in values:
+            return False
+        values = values[part]
+    return isinstance(values, {"text": str, "list": list}[form]) if form else True
