@@ -74,7 +74,7 @@ def test_files_of_other_systems_are_refused_by_name(tmp_path: Path, text: str, s
     [
         ("model: {model_path: m}\nbuffer: {batch_sze: 1}\n", "Trinity-RFT, because it has 'model.model_path'."),
         ("training: {group_sze: 1}\n", "rLLM, because it has 'training'."),
-        ("model: {base_model: m}\nenv: {id: x}\ntrainer: {lss_fn: x}\n", "minds_RL, because it has 'model.base_model'."),
+        ("model: {base_model: m}\nenv: {id: x}\ntrainer: {a: x}\n", "minds_RL, because it has 'model.base_model'."),
     ],
 )  # fmt: skip
 def test_refusals_begin_with_the_kind_of_file(tmp_path: Path, text: str, begin: str):
