@@ -1,0 +1,72 @@
+"""Settings of real files that are translated: shares of a batch, router replay, corrections, keys of scripts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.dialects.minds.test_translate import read as read_minds
+from tests.dialects.minds.test_translate import with_lines
+from tests.dialects.rllm.test_files import TASKS
+from tests.dialects.rllm.test_files import read as read_rllm
+from tests.dialects.trinity.files import read as read_trinity
+from tinsmith.dialects.rllm import read_config, translate
+from tinsmith.errors import ConfigError
+
+
+def test_trinity_rounds_demonstrations_up(tmp_path: Path):
+    run = read_trinity(
+        tmp_path,
+        ("algorithm.algorithm_type", "mix"),
+        ("algorithm.repeat_times", 8),
+        ("algorithm.sample_strategy_args", {"expert_data_ratio": 0.11}),
+        ("buffer.train_batch_size", 864),
+        ("buffer.batch_size", 96),
+        ("buffer.trainer_input.auxiliary_buffers.sft_dataset", {"storage_type": "file", "path": "a.jsonl"}),
+    ).settings
+    assert run.demonstrations is not None
+    assert (run.groups_per_step, run.group_size, run.demonstrations.per_step) == (96, 8, 96)
+
+
+def test_trinity_router_replay_and_correction(tmp_path: Path):
+    correction = {"rollout_is": "sequence", "rollout_is_threshold": 3.0, "rollout_rs": "geometric"}
+    correction |= {"rollout_rs_threshold": 1.02, "rollout_rs_threshold_lower": 0.98}
+    run = read_trinity(
+        tmp_path, ("algorithm.enable_router_replay", True), ("algorithm.rollout_correction", correction)
+    ).settings
+    ours = run.algorithm.correction
+    assert run.model.router_replay == "replay"
+    assert (ours.type, ours.level, ours.cap, ours.mask, ours.mask_bounds) == (
+        "tis", "sequence", 3.0, "geometric", (0.98, 1.02),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="Did you mean 'rollout_is'"):
+        read_trinity(tmp_path, ("algorithm.rollout_correction", {"rolout_is": "token"}))
+
+
+@pytest.mark.parametrize("sign", ["+", "++"])
+def test_keys_of_a_script_are_noted(tmp_path: Path, sign: str):
+    run = read_rllm(tmp_path, *TASKS, f"{sign}data.source=x", f"{sign}own=1", f"{sign}training.group_size=2")
+    assert run.settings.group_size == 2
+    assert any(note.startswith("data.source, own: ") for note in run.notes)
+    translation = translate(read_config({}, [f"{sign}agent.tool=x", f"{sign}trainer.device=cpu"]))
+    assert {note.partition(":")[0] for note in translation.notes} >= {"agent.tool", "trainer.device"}
+
+
+def test_max_length_shortens_replies_to_long_prompts(tmp_path: Path):
+    sampling = read_rllm(tmp_path, *TASKS, "training.max_length=64").settings.sampling
+    assert (sampling.max_prompt_tokens, sampling.max_tokens, sampling.max_total_tokens) == (63, 16, 64)
+    assert [sampling.max_reply(prompt) for prompt in (10, 48, 60)] == [16, 16, 4]
+
+
+def test_distillation_clips_its_advantages(tmp_path: Path):
+    teacher = ("algorithm.adv_estimator=distill", "algorithm.teacher_rollout_args.backend=tinker")
+    clips = ("+algorithm.clip_advantages=true", "+algorithm.adv_clip_min=-2", "+algorithm.adv_clip_max=3")
+    advantage = read_rllm(tmp_path, *TASKS[:1], *teacher, *clips).settings.algorithm.advantage.model_dump()
+    assert (advantage["low"], advantage["high"]) == (-2, 3)
+
+
+def test_minds_group_of_one_trains_on_its_reward(tmp_path: Path):
+    run = read_minds(tmp_path, with_lines("trainer", "rollouts_per_example = 1"))
+    assert run.settings.group_size == 1
+    assert any(note.startswith("trainer.rollouts_per_example: ") for note in run.notes)
