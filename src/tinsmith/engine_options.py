@@ -17,6 +17,9 @@ Sharing = Literal["latency", "throughput"]
 Quantize = Literal["none", "4bit"]
 ModelPath = Literal["auto", "fast", "general"]
 PassTokens = Literal["auto"] | Annotated[int, Field(ge=1)]
+CacheTokens = Literal["auto"] | Annotated[int, Field(ge=1)]
+CPU_CACHE_TOKENS = 32768
+"""Capacity of a KV cache with `cache_tokens: auto` on a CPU."""
 
 
 class VllmConfig(Settings):
@@ -89,8 +92,9 @@ class EngineOptions(DeviceOptions):
     """Activation checkpointing: recompute the activations of a layer in the backward pass instead of storing them, for
     a third more compute and a tenth of the memory. `auto` applies it to rows longer than two micro-batches."""
 
-    cache_tokens: int = Field(default=32768, ge=1)
-    """Capacity of the sampler's KV cache in tokens; requests that do not fit wait."""
+    cache_tokens: CacheTokens = "auto"
+    """Capacity of the sampler's KV cache in tokens; requests that do not fit wait. `auto` is 32,768 on a CPU and, on a
+    GPU, what fits into a quarter of the memory that is free after the model is loaded."""
 
     engine_timeout_s: float = Field(default=120.0, ge=2)
     """Seconds without progress, while requests run, after which an engine is killed and started again. Progress is each

@@ -102,6 +102,8 @@ def _details(model: dict[str, Any] | None) -> str:
     images = ", takes images" if model.get("images") else ""
     device = f"{model['dtype']} on {model['device']}"
     lines = [f"{model['arch']}, {model['path']} path, {device}{memory}{images}{limit}"]
+    if model["general_path_fault"]:
+        lines.append(f"WARNING: several times slower than on the fast path. {model['general_path_fault']}")
     for part, count in model["parameters_per_rank"].items():
         if count:
             names = " ".join(model["adapted_modules"].get(part, ())) or "no module known by name"

@@ -87,12 +87,16 @@ class ModelCard:
     """None for a model that takes no images."""
     path: Literal["fast", "general"] = "fast"
     """`fast`: packed trees and kernels of this engine; `general`: transformers' own modules and caches."""
+    general_path_fault: str = ""
+    """Why a model of an architecture that the fast path supports takes the general path; empty for all others."""
     router: RouterShape | None = None
     """The routers whose choices can be recorded and replayed; None for dense models and on the general path."""
     weight_bytes: int = 0
     """Memory of the weights; 0 if it is not known."""
     free_bytes: int = 0
     """Memory of the device that was free once the model was loaded; 0 if it is not known."""
+    cache_tokens: int = 0
+    """Capacity of the sampler's KV cache in tokens; 0 for an engine without one."""
     state_tokens: int = 0
     """Cache tokens that the states of a sequence in recurrent layers are worth; 0 without such layers."""
 

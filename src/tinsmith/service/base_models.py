@@ -39,6 +39,8 @@ class ModelSummary:
     device: str
     path: str
     """`fast` or `general`."""
+    general_path_fault: str
+    """Why a model of an architecture that the fast path supports takes the general path; empty for all others."""
     weight_bytes: int
     context_limit: str
     """Why the context length is shorter than the model's own maximum; empty if it is not."""
@@ -269,6 +271,7 @@ def _summary(card: ModelCard | None) -> ModelSummary | None:
         dtype=card.dtype,
         device=card.device,
         path=card.path,
+        general_path_fault=card.general_path_fault,
         weight_bytes=card.weight_bytes,
         context_limit=card.context_limit,
         adapted_modules=dict(card.adapted_modules),

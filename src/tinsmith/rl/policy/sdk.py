@@ -118,6 +118,13 @@ class Capabilities:
     """Names of its extensions of the API; empty for other servers."""
     images: Mapping[str, bool] = field(default_factory=dict)
     """Whether a base model takes images, by its name; without the models of which the server does not say it."""
+    general_path_faults: Mapping[str, str] = field(default_factory=dict)
+    """Why a base model is computed several times slower than its architecture allows, by its name."""
+
+    def warn(self, model: str) -> None:
+        """Log what the server says against a base model."""
+        if fault := self.general_path_faults.get(model):
+            log.warning("%s is several times slower here than on the engine's fast path: %s", model, fault)
 
 
 async def capabilities(base_url: str, api_key: str) -> Capabilities:
@@ -132,6 +139,7 @@ async def capabilities(base_url: str, api_key: str) -> Capabilities:
     return Capabilities(
         frozenset(name for names in names_by_kind.values() for name in names),
         {model["model_name"]: model["images"] for model in models if isinstance(model.get("images"), bool)},
+        {model["model_name"]: model["general_path_fault"] for model in models if model.get("general_path_fault")},
     )
 
 

@@ -144,6 +144,7 @@ class TinkerPolicy(Policy):
                 client = await watch.persist(lambda: _training_client(service, config, seed, state))
             address = (base_url, api_key)
             server = await capabilities(*address)
+            server.warn(config.name)
             chat = await load_chat(config, client, server.images.get(config.name))
             return cls(service, rest, client, chat, version, config, server.extensions, address, watch)
 

@@ -46,9 +46,8 @@ class AdmissionQueue:
     """The waiting and running sampling requests of one engine."""
 
     def __init__(self, cache_tokens: int) -> None:
-        self._cache_tokens = cache_tokens
+        self._cache_tokens, self._samplers = cache_tokens, 1
         self._max_tokens = self._max_sequences = 0
-        self._part_tokens = cache_tokens // PARTS
         self._tokens = self._sequences = 0
         self.state_tokens = 0
         """Cache tokens that the recurrent states of a sequence are worth, once the model is loaded."""
@@ -62,14 +61,21 @@ class AdmissionQueue:
     def resize(self, samplers: int) -> None:
         """Admit as much as `samplers` processes can run. What runs already stays; a part of a request, which one
         process samples, keeps its size."""
+        self._samplers = samplers
         self._max_tokens = samplers * (self._cache_tokens + self._cache_tokens // EXTRA_FRACTION)
         self._max_sequences = samplers * (MAX_SEQUENCES + MAX_SEQUENCES // EXTRA_FRACTION)
         self._admit_waiting()
 
+    def set_cache_tokens(self, cache_tokens: int) -> None:
+        """Take the capacity of a process from its engine, once it is loaded."""
+        self._cache_tokens = cache_tokens
+        self.resize(self._samplers)
+
     def parts(self, request: SampleRequest) -> list[SampleRequest]:
         """Requests for a part of the samples each, to be admitted one by one; only the first is for the prompt too."""
         count = min(request.num_samples, MAX_SEQUENCES // PARTS)
-        while count > 1 and cache_reserve(replace(request, num_samples=count), self.state_tokens) > self._part_tokens:
+        part_tokens = self._cache_tokens // PARTS
+        while count > 1 and cache_reserve(replace(request, num_samples=count), self.state_tokens) > part_tokens:
             count //= 2
         first = replace(request, num_samples=count)
         rest = replace(
@@ -149,7 +155,7 @@ class AdmissionQueue:
     def _may_pass(self, ticket: _Ticket, head: _Ticket) -> bool:
         """Whether a request may be admitted before the one in turn; it is then counted."""
         tokens, sequences = head.passed_tokens + ticket.tokens, head.passed_sequences + ticket.sequences
-        if tokens > self._part_tokens or sequences > MAX_SEQUENCES // PARTS:
+        if tokens > self._cache_tokens // PARTS or sequences > MAX_SEQUENCES // PARTS:
             return False  # otherwise a large request would wait forever while smaller ones pass it
         head.passed_tokens, head.passed_sequences = tokens, sequences
         return True

@@ -16,6 +16,7 @@ from tinsmith.engine.cluster.status import ProcessStatus
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.engine.interface import Engine
+from tinsmith.engine_options import CPU_CACHE_TOKENS
 from tinsmith.errors import EngineDied, NotFound, TinsmithError
 from tinsmith.service.engines.admission import AdmissionQueue
 from tinsmith.service.engines.occupancy import Occupancy
@@ -112,7 +113,9 @@ class EngineHost:
         """Held by the one suspected sample that may run."""
         self.start_count = 0
         """Number of engine starts."""
-        self.admission_queue = AdmissionQueue(config.cache_tokens)
+        self.admission_queue = AdmissionQueue(
+            CPU_CACHE_TOKENS if config.cache_tokens == "auto" else config.cache_tokens
+        )
         """Queue of all sampling requests."""
         self.attached: set[str] = set()
         """Versions that the running engine has."""
@@ -298,6 +301,8 @@ class EngineHost:
             self._running.pool.on_change = self._fit_queue
         self._card = self._running.engine.card
         self.admission_queue.state_tokens = self._card.state_tokens
+        if self._card.cache_tokens:
+            self.admission_queue.set_cache_tokens(self._card.cache_tokens)
         log.info("%s is loaded: %s", self.config.source, _describe(self._card))
         self.start_count += 1
         self.attached = set()

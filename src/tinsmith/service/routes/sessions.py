@@ -101,6 +101,7 @@ async def get_server_capabilities(_tenant: Tenant, service: ServiceDep) -> dict[
                 "sampleable": True,
                 "router": None if card.router is None else asdict(card.router),
                 "images": card.images is not None,
+                "general_path_fault": card.general_path_fault,
             }
         )
     extensions = {place: list(names) for place, names in {**EXTENSIONS, "path": (LIVE,), "asample": RECORDING}.items()}
