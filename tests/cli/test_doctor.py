@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.service.support.process import child, free_port
 from tinsmith.cli import catalog, machine
@@ -63,13 +64,43 @@ def test_findings_name_the_fix(tmp_path: Path) -> None:
         if check not in ("memory", "disk", "sdk", "open files")
     }
     assert levels == {
-        "python": "ok", "torch": "warn", "folder": "fail", "lock": "ok", "database": "fail", "port": "fail",
-        "models": "warn", "sampler": "fail",
+        "python": "ok", "torch": "warn", "compiler": "ok", "folder": "fail", "lock": "ok", "database": "fail",
+        "port": "fail", "models": "warn", "sampler": "fail",
     }  # fmt: skip
     assert all(finding.fix for finding in results.values() if finding.level != "ok")
     assert "make vllm" in results["sampler"].fix
     assert results["models"].fix == "tinsmith models pull no/such-model"
     assert "secret" not in str(results)
+
+
+def test_gpu_needs_a_recent_torch_and_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_compiler(*_: object, **__: object) -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC.")
+
+    settings = config(tmp_path, engine="torch", device="auto")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    monkeypatch.setattr(torch, "compile", without_compiler)
+    for version, level in (("2.10.1+cu128", "fail"), ("2.11.0+cu130", "ok")):
+        monkeypatch.setattr(torch, "__version__", version)
+        results = findings(settings)
+        assert results["torch"].level == level
+        assert "NVIDIA H100" in results["torch"].message
+    assert results["compiler"].level == "warn"
+    assert "C compiler" in results["compiler"].message
+    assert "gcc" in results["compiler"].fix
+
+
+def test_version_of_vllm_is_shown(tmp_path: Path) -> None:
+    cases = (("old", "echo 0.32.0", "ok", "vLLM 0.32.0 in"), ("none", "exit 1", "fail", "no vLLM"))
+    for name, program, level, text in cases:
+        python = tmp_path / name
+        python.write_text(f"#!/bin/sh\n{program}\n")
+        python.chmod(0o755)
+        finding = findings(config(tmp_path / "data", engine="torch", sampler="vllm", vllm={"python": python}))[
+            "sampler"
+        ]
+        assert (finding.level, text in finding.message) == (level, True)
 
 
 def test_model_folder_that_does_not_exist_is_a_failure(tmp_path: Path) -> None:
@@ -120,9 +151,17 @@ def test_models_lists_and_pulls_local_models(tmp_path: Path, tiny_llama: Path, m
 
 def test_models_say_that_they_take_images() -> None:
     model = {"arch": "qwen3_vl", "path": "fast", "dtype": "float32", "device": "cpu", "weight_bytes": 0}
-    model |= {"context_limit": "", "parameters_per_rank": {}, "images": True}
+    model |= {"context_limit": "", "general_path_fault": "", "parameters_per_rank": {}, "images": True}
     assert _details(model) == "qwen3_vl, fast path, float32 on cpu, takes images"
     assert _details(model | {"images": False}) == "qwen3_vl, fast path, float32 on cpu"
+
+
+def test_models_warn_of_a_model_that_should_be_on_the_fast_path() -> None:
+    model = {"arch": "llama", "path": "general", "dtype": "float32", "device": "cuda", "weight_bytes": 0}
+    model |= {"context_limit": "", "general_path_fault": "It fails.", "parameters_per_rank": {}, "images": False}
+    first, warning = _details(model).splitlines()
+    assert first == "llama, general path, float32 on cuda"
+    assert warning == "WARNING: several times slower than on the fast path. It fails."
 
 
 def test_model_that_failed_to_load_is_shown(

@@ -11,6 +11,7 @@ import os
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import urllib.error
@@ -27,6 +28,8 @@ from tinsmith.service.config import ServeConfig
 GIB = 2**30
 SDK = (0, 38)
 """The version of the Tinker SDK that the service supports."""
+CUDA_TORCH = (2, 11)
+"""The first torch whose compiler reads the precision that the engine sets for products on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,8 @@ class Finding:
 def run_checks(config: ServeConfig) -> Iterable[Finding]:
     """Run the checks in order. A check that raises an error counts as failed."""
     for check in (
-        _python, _torch, _sdk, _memory, _disk, _folder, _lock, _database, _port, _models, _sampler, _open_files,
+        _python, _torch, _compiler, _sdk, _memory, _disk, _folder, _lock, _database, _port, _models, _sampler,
+        _open_files,
     ):  # fmt: skip
         yield _run_check(check, config)
 
@@ -69,7 +73,10 @@ def _torch(config: ServeConfig) -> Finding:
             "fail", "torch", f"{torch.__version__} finds no GPU", "Install a CUDA build, or use --device cpu."
         )
     if torch.cuda.is_available() and config.device != "cpu":
-        return Finding("ok", "torch", f"{torch.__version__} on {torch.cuda.get_device_name()}")
+        message = f"{torch.__version__} on {torch.cuda.get_device_name()}"
+        if tuple(int(part) for part in torch.__version__.split(".")[:2]) < CUDA_TORCH:
+            return Finding("fail", "torch", message, "GPUs need torch 2.11 or later: pip install --upgrade torch.")
+        return Finding("ok", "torch", message)
     cores = os.cpu_count() or 1
     threads = config.threads or torch.get_num_threads()
     fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -80,6 +87,22 @@ def _torch(config: ServeConfig) -> Finding:
     if config.dtype == "bfloat16" and not fast:
         return Finding("warn", "torch", message, "Use --dtype auto, which picks float32 on this CPU.")
     return Finding("ok", "torch", message)
+
+
+def _compiler(config: ServeConfig) -> Finding:
+    """On a GPU, compile a kernel as the engine does and run it."""
+    import torch
+
+    if config.engine == "fake" or config.device == "cpu" or not torch.cuda.is_available():
+        return Finding("ok", "compiler", "not needed on a CPU")
+    try:
+        result = torch.compile(lambda values: values.sin() * 2 + 1)(torch.zeros(1000, device="cuda")).sum().item()
+    except Exception as error:  # noqa: BLE001 - of a compiler that is missing or broken in any way
+        reason = f"a kernel does not compile: {type(error).__name__}: {error}".splitlines()[0]
+        return Finding("warn", "compiler", reason, "Attention is slower without: install gcc and torch's own triton.")
+    if result != 1000:
+        return Finding("fail", "compiler", f"a compiled kernel computes {result} instead of 1000", "Reinstall torch.")
+    return Finding("ok", "compiler", f"triton {importlib.metadata.version('triton')} compiles kernels and runs them")
 
 
 def _sdk(_config: ServeConfig) -> Finding:
@@ -181,7 +204,12 @@ def _sampler(config: ServeConfig) -> Finding:
         return Finding("ok", "sampler", "the built-in engine")
     from tinsmith.engine.vllm.server import find_python
 
-    return Finding("ok", "sampler", f"vLLM in {find_python(config.vllm)}")
+    python = find_python(config.vllm)
+    program = "import importlib.metadata; print(importlib.metadata.version('vllm'))"
+    answer = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    if answer.returncode:
+        return Finding("fail", "sampler", f"no vLLM in {python}", "Install vLLM there, or set vllm.python.")
+    return Finding("ok", "sampler", f"vLLM {answer.stdout.strip()} in {python}")
 
 
 def _open_files(_config: ServeConfig) -> Finding:
