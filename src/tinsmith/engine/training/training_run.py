@@ -71,6 +71,8 @@ class TrainingRun:
         self._passes = [PassState(request, losses) for request in passes]
         self._model = model
         self._buffer = model.gradient_buffer() if self._rows[True] else None
+        self._is_checked = False
+        """Whether the gradient is known to be finite or the run has failed."""
 
     @property
     def is_over(self) -> bool:
@@ -110,8 +112,7 @@ class TrainingRun:
 
     def error_of_rows(self) -> Exception | None:
         """Why the rows have no result; None if they have."""
-        if self.error is None and self._buffer is not None and not bool(torch.isfinite(self._buffer.flat.sum())):
-            return BadRequest("The gradient of this request is not finite; it was discarded.", CHECK_INPUTS)
+        check_gradients([self])
         return self.error
 
     def accept(self) -> None:
@@ -166,6 +167,18 @@ class TrainingRun:
             self._model.discard(self._buffer)
 
 
+def check_gradients(runs: Sequence[TrainingRun]) -> None:
+    """Set the error of runs whose gradient is not finite. A GPU is waited for once, however many runs there are."""
+    unchecked = {run: run._buffer for run in runs if run.error is None and run._buffer and not run._is_checked}
+    if not unchecked:
+        return
+    sums = torch.stack([buffer.flat.sum() for buffer in unchecked.values()])
+    for run, total in zip(unchecked, sums.tolist(), strict=True):
+        run._is_checked = True
+        if not math.isfinite(total):
+            run.error = BadRequest("The gradient of this request is not finite; it was discarded.", CHECK_INPUTS)
+
+
 Part = tuple[TrainingRun, Sequence[packing.PackedRow]]
 """Rows of a run in a micro-batch."""
 
@@ -188,8 +201,8 @@ class MicroBatch:
         by_position = np.argsort(at, kind="stable")
         order = np.empty_like(by_position)
         order[by_position] = np.arange(len(by_position))
-        self._order = torch.as_tensor(order, device=device)
-        """int64 [M]: the index in `targets` of each row's targets, row after row."""
+        self._order = torch.as_tensor(order)
+        """int64 [M] on the host: the index in `targets` of each row's targets, row after row."""
         self.targets = PackedTargets(
             torch.as_tensor(at[by_position], device=device), torch.as_tensor(ids[by_position], device=device)
         )
@@ -225,25 +238,27 @@ class MicroBatch:
     def losses(self, scores: TargetScores) -> ScoreGrads:
         """Store the scores, add up the losses and return their gradients, in the order of `scores`.
 
-        A run whose loss fails gets its error and no gradient; the others go on.
+        Losses are computed on the host, which needs the scores anyway: a GPU is waited for once, and gets the gradients
+        in one copy. A run whose loss fails gets its error and no gradient; the others go on.
         """
         index = self.tree.index
         sizes = [self._placed[key][2].datum.targets.size for key in index]
-        logprobs = dict(zip(index, scores.logprobs[self._order].split(sizes), strict=True))
+        of_targets, entropies = on_host(scores)
+        logprobs = dict(zip(index, of_targets[self._order].split(sizes), strict=True))
         grads: dict[int, Tensor] = {}
-        entropy_grad = None if scores.entropies is None else torch.zeros_like(scores.entropies)
+        entropy_grad = None if entropies is None else torch.zeros_like(entropies)
         by_pass: dict[tuple[int, int], list[int]] = {}
         for key in index:
             slot, _, item = self._placed[key]
             by_pass.setdefault((slot, item.pass_index), []).append(key)
         for _, keys in sorted(by_pass.items()):
             run, items = self._placed[keys[0]][1], [self._placed[key][2] for key in keys]
-            at = torch.as_tensor(np.concatenate([index[key] for key in keys]), device=scores.logprobs.device)
+            at = torch.as_tensor(np.concatenate([index[key] for key in keys]))
             try:
                 grad, grad_of_entropy = run.state(items[0]).add(
                     items,
                     torch.cat([logprobs[key] for key in keys]),
-                    None if scores.entropies is None else scores.entropies[at],
+                    None if entropies is None else entropies[at],
                 )
             except Exception as error:  # noqa: BLE001 - any error of a pass is its run's
                 run.error = error
@@ -255,4 +270,24 @@ class MicroBatch:
         by_row = torch.cat([grads[key] for key in index])
         by_position = torch.empty_like(by_row)
         by_position[self._order] = by_row
-        return ScoreGrads(by_position, entropy_grad)
+        return on_device(ScoreGrads(by_position, entropy_grad), scores.logprobs.device)
+
+
+def on_host(scores: TargetScores) -> tuple[Tensor, Tensor | None]:
+    """The logprobs and entropies on the host, in one copy."""
+    if scores.entropies is None:
+        return scores.logprobs.cpu(), None
+    if scores.logprobs.device.type == "cpu":
+        return scores.logprobs, scores.entropies
+    joined = torch.cat([scores.logprobs, scores.entropies]).cpu()
+    return joined[: len(scores.logprobs)], joined[len(scores.logprobs) :]
+
+
+def on_device(grads: ScoreGrads, device: torch.device) -> ScoreGrads:
+    """The gradients on the device, in one copy."""
+    if device.type == "cpu":
+        return grads
+    if grads.entropies is None:
+        return ScoreGrads(grads.logprobs.to(device))
+    joined = torch.cat([grads.logprobs, grads.entropies]).to(device)
+    return ScoreGrads(joined[: len(grads.logprobs)], joined[len(grads.logprobs) :])
