@@ -61,7 +61,7 @@ def card(size: Size) -> Values:
 def packed_attention(size: Size) -> Values:
     """FlexAttention at every head group and length, against dense attention in float32."""
     dtype = torch.float32 if size.tiny else torch.bfloat16
-    supported = flex_attention.is_supported(dtype, torch.device(size.device))
+    supported = flex_attention.is_supported(torch.device(size.device))
     errors, failures, slowest = [], [], 0.0
     groups, lengths, widths = ((1, 4), (1, 137), (16,)) if size.tiny else (GROUPS, LENGTHS, (64, 128))
     for group, length, window, width in product(groups, lengths, (None, 32), widths):

@@ -15,6 +15,7 @@ from tests.engine.inspection import gradients_of
 from tests.engine.reference import assert_same
 from tinsmith.engine import autotune
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.model import loading
 from tinsmith.engine.model.memory import free_bytes
 from tinsmith.errors import ConfigError
 from tinsmith.settings import build
@@ -116,6 +117,23 @@ def test_free_bytes_respect_machine_and_cgroup_limits(tmp_path: Path):
         "sys/fs/cgroup/memory/c/memory.stat": "cache 7\n",
     }
     assert free_bytes(machine(tmp_path / "one", 1000, "5:cpu:/c\n4:memory:/c\n", first)) == 0
+
+
+def test_cache_of_a_gpu_takes_a_quarter_of_its_free_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (40 * GB, 80 * GB))
+    gpu, cpu = torch.device("cuda:0"), torch.device("cpu")
+    tokens = autotune.resolve_cache_tokens("auto", gpu, 147_456)
+    assert tokens % autotune.CACHE_TOKENS_STEP == 0
+    assert 9 * GB < tokens * 147_456 <= 10 * GB
+    assert autotune.resolve_cache_tokens("auto", gpu, 0) == autotune.resolve_cache_tokens("auto", cpu, 1) == 32_768
+    assert autotune.resolve_cache_tokens("auto", gpu, 10**8) == autotune.CACHE_TOKENS_STEP
+    assert autotune.resolve_cache_tokens(500, gpu, 147_456) == 500
+
+
+def test_bfloat16_only_where_a_gpu_has_it(monkeypatch: pytest.MonkeyPatch):
+    for native, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, native=native: native)
+        assert loading.dtype_of("auto", torch.device("cuda")) is dtype
 
 
 def test_free_bytes_of_this_machine_are_plausible():

@@ -19,10 +19,10 @@ from tests.engine.data import pass_for
 from tests.engine.inspection import weights_of
 from tests.engine.reference import assert_same
 from tests.engine.sampling.helpers import assert_same_samples, sample_request, sampling
-from tinsmith.engine.autotune import set_matmul_precision
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.liveness import ProcessEnd, Pulse
+from tinsmith.engine.model.precision import set_matmul_precision
 from tinsmith.engine.process import LENGTH_PREFIX
 from tinsmith.engine.remote import RemoteEngine
 from tinsmith.errors import ConfigError, EngineDied, NotFound, TinsmithError

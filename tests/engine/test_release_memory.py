@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 
 from tests.engine.sampling.helpers import assert_same_samples, sample_request
 from tinsmith.engine.config import EngineConfig
@@ -49,3 +52,11 @@ def test_caches_are_given_back(tiny_llama: Path, wait: Any) -> None:
         assert_same_samples(again, first[0])
     finally:
         wait(engine.close())
+
+
+def test_memory_of_any_gpu_is_given_back(engine: Any, wait: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append("cuda:0"))
+    monkeypatch.setattr(engine, "_base", SimpleNamespace(device=torch.device("cuda:0"), vision=None))
+    wait(engine.release_memory())
+    assert emptied

@@ -1,12 +1,12 @@
-"""Choices that depend on the hardware: matmul precision, weight layout, compilation, and tokens of a micro-batch.
+"""Choices that depend on the hardware: weight layout, compilation, tokens of a micro-batch and of the KV cache.
 
-Device and dtype are chosen in `model.loading`, the attention kernel in `model.attention`.
+Device and dtype are chosen in `model.loading`, precision in `model.precision`, the attention kernel in
+`model.self_check`.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 
 import numpy as np
 import torch
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.lora import adapter, linear
-from tinsmith.engine.model import flex_attention, packing
+from tinsmith.engine.model import packing, self_check
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.memory import free_bytes
-from tinsmith.engine_options import PassTokens
+from tinsmith.engine_options import CPU_CACHE_TOKENS, CacheTokens, PassTokens
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +28,11 @@ ACTIVATION_MEMORY_SHARE = 4
 """A micro-batch's activations may take one part in this many of the free memory. Rows of twice its tokens run without
 recomputing, and adapters, optimizer state and the KV cache need memory too."""
 
+CACHE_MEMORY_SHARE = 4
+"""The KV cache of a GPU may take one part in this many of the free memory."""
+CACHE_TOKENS_STEP = 4096
+"""A GPU's KV cache holds a multiple of so many tokens, and at least as many."""
+
 TOKENS_STEP, MIN_TOKENS = 128, 256
 MAX_TOKENS = {"cpu": 1024, "cuda": 8192}
 """More tokens gain nothing on a CPU, whose products are as fast with fewer rows; a GPU needs many at once."""
@@ -35,26 +40,11 @@ MAX_TOKENS = {"cpu": 1024, "cuda": 8192}
 DETERMINISTIC_TOKENS = 1024
 """Tokens of a micro-batch where they must not depend on free memory."""
 
+TRIAL_LENGTHS = (1, 36, 127, 128, 137, 385)
+"""Tokens of the passes that compile attention: one token, less than a block of the mask, a block, and more."""
+
 MEASURED_TOKENS = 64
 """Tokens of the pass that measures the activations."""
-
-
-def set_matmul_precision(dtype: torch.dtype) -> None:
-    """Set how float32 products (those of the head) round, for the whole process.
-
-    If the base model is bfloat16, the factors are bfloat16 values: CPUs may then multiply as bfloat16 and GPUs as TF32,
-    which represents bfloat16 exactly. Both accumulate in float32.
-    """
-    narrow = dtype == torch.bfloat16
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16" if narrow else "ieee"  # pyright: ignore[reportAttributeAccessIssue]
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if narrow else "ieee"
-
-
-def use_deterministic_kernels(base: BaseModel) -> None:
-    """On a GPU, take the deterministic variant of every kernel; one that has none raises. CPU kernels are."""
-    if base.device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
 
 
 def reorder_weights(base: BaseModel, free: int) -> None:
@@ -71,16 +61,22 @@ def reorder_weights(base: BaseModel, free: int) -> None:
             matrix.reorder()
 
 
-def compile_attention(base: BaseModel) -> None:
-    """On a GPU, compile attention forward and backward now, so that no request waits for it."""
-    if not flex_attention.is_supported(base.dtype, base.device):
-        return
-    log.info("Compiling attention for %s: up to a minute", torch.cuda.get_device_name(base.device))
-    length = min(2 * flex_attention.BLOCK, base.card.context_length)
-    tokens = np.arange(length, dtype=np.int32) % base.card.vocab_size
-    # Two lengths, because the compiler may specialize on the first.
-    for rows in ([tokens], [tokens, tokens[: length // 2 + 1][::-1]]):
-        tree = packing.pack([packing.PackedRow(key=key, adapter=0, tokens=row) for key, row in enumerate(rows)])
+def compile_attention(base: BaseModel) -> BaseModel:
+    """On a GPU, compile every variant of the final layers' attention now, so that no request waits for it.
+
+    Returns the base, without FlexAttention if that does not compile.
+    """
+    if not base.flex_attention:
+        return base
+    log.info("Compiling the attention of %s: up to a minute", base.card.source)
+    return self_check.compiled_or_without(base, _try_attention)
+
+
+def _try_attention(base: BaseModel) -> None:
+    """Passes of TRIAL_LENGTHS with and without gradients."""
+    for length in TRIAL_LENGTHS:
+        tokens = np.arange(min(length, base.card.context_length), dtype=np.int32) % base.card.vocab_size
+        tree = packing.pack([packing.PackedRow(key=0, adapter=0, tokens=tokens)])
         for with_grad in (True, False):
             with torch.set_grad_enabled(with_grad):
                 hidden = base.hidden_of(tree)
@@ -94,6 +90,17 @@ def resolve_pass_tokens(setting: PassTokens, base: BaseModel, active: linear.Act
         return setting
     free = torch.cuda.mem_get_info(base.device)[0] if base.device.type == "cuda" else free_bytes()
     return tokens_that_fit(free, activation_bytes_per_token(base, active), MAX_TOKENS[base.device.type])
+
+
+def resolve_cache_tokens(setting: CacheTokens, device: torch.device, token_bytes: int) -> int:
+    """The setting itself or, for `auto` on a GPU, what fits into memory; `token_bytes` are those of a token's keys and
+    values, or 0 where the size may not depend on the memory that happens to be free."""
+    if setting != "auto":
+        return setting
+    if device.type != "cuda" or not token_bytes:
+        return CPU_CACHE_TOKENS
+    fitting = int(torch.cuda.mem_get_info(device)[0] / CACHE_MEMORY_SHARE / token_bytes)
+    return max(fitting // CACHE_TOKENS_STEP * CACHE_TOKENS_STEP, CACHE_TOKENS_STEP)
 
 
 def tokens_that_fit(free: int, bytes_per_token: float, most: int) -> int:

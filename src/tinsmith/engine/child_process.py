@@ -8,9 +8,10 @@ import os
 import signal
 from typing import Protocol
 
-CHILD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
+CHILD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 """OpenMP threads sleep while they wait for each other. By default they spin, which made decoding 6 to 10 times slower
-when another process (a training loop, a browser) kept as many cores busy."""
+when another process (a training loop, a browser) kept as many cores busy. Memory of a GPU is in segments that grow,
+because each pass has another size and would leave gaps in fixed ones."""
 
 
 class EngineProcess(Protocol):

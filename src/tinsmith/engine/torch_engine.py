@@ -22,12 +22,14 @@ from tinsmith.engine.images.requests import placed_pass, placed_prompt
 from tinsmith.engine.lora import layers, linear, targets
 from tinsmith.engine.lora.lm_head import LMHead
 from tinsmith.engine.lora.saved_spec import read_spec
+from tinsmith.engine.model import precision
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.logit_rule import logit_rule
 from tinsmith.engine.model.memory import HeapTrimmer, free_bytes
 from tinsmith.engine.model_parts import HEAD
 from tinsmith.engine.sample_validation import check_sample
 from tinsmith.engine.sampling import decode_check
+from tinsmith.engine.sampling.kv_cache import cache_shape
 from tinsmith.engine.sampling.sampler import TorchSampler
 from tinsmith.engine.training import activation_checkpointing
 from tinsmith.engine.training.exchange import ALONE, Exchange
@@ -47,7 +49,7 @@ class PreparedBase:
 
 def prepare(config: EngineConfig, base: BaseModel) -> PreparedBase:
     """Adapt a loaded base model and replace its layers, as the settings say."""
-    autotune.set_matmul_precision(base.dtype)
+    precision.set_matmul_precision(base.dtype)
     active = linear.adapt(base)
     choice.check_adapted(base, active)
     is_general = isinstance(base, GeneralModel)
@@ -83,9 +85,8 @@ class TorchEngine:
         policy = POLICIES[config.sharing]
         scheduler = DeviceScheduler(policy)
         if config.deterministic:
-            autotune.use_deterministic_kernels(base)
-        if not isinstance(base, GeneralModel):
-            autotune.compile_attention(base)
+            precision.use_deterministic_kernels(base.device)
+        base = autotune.compile_attention(base)
         with switch.set(config.recompute == "always"):
             wanted = config.pass_tokens
             if wanted == "auto" and config.deterministic:
@@ -105,10 +106,11 @@ class TorchEngine:
             packs_requests=not config.deterministic,
             exchange=exchange,
         )
+        fixed = config.deterministic or exchange.lockstep or isinstance(base, GeneralModel)
+        token_bytes = 0 if fixed else cache_shape(base).token_bytes
+        cache_tokens = autotune.resolve_cache_tokens(config.cache_tokens, base.device, token_bytes)
         batch = GeneralBatch(base, head) if isinstance(base, GeneralModel) else None
-        self.sampler = TorchSampler(
-            base, head, active, scheduler, tokens, config.cache_tokens, config.deterministic, batch
-        )
+        self.sampler = TorchSampler(base, head, active, scheduler, tokens, cache_tokens, config.deterministic, batch)
         if batch is None:
             decode_check.check(base, self.sampler.batch.kv_cache)
         self._base, self._exchange = base, exchange
@@ -122,6 +124,7 @@ class TorchEngine:
             parameters_per_rank={part: _parameters(base, part) for part in ("attn", "mlp", "unembed")},
             separate_mlp_per_rank=_parameters(base, "mlp", separate_experts=True),
             adapted_modules={**targets.module_names(linear.adapted_targets(base.model)), "unembed": (HEAD,)},
+            cache_tokens=cache_tokens,
             state_tokens=0 if isinstance(base, GeneralModel) else self.sampler.batch.state_tokens,
             free_bytes=torch.cuda.mem_get_info()[0] if base.device.type == "cuda" else free_bytes(),
         )
@@ -187,7 +190,7 @@ class TorchEngine:
         if self._base.vision is not None:
             self._base.vision.shrink(0)
         self._heap.trim()
-        if self._card.device == "cuda":
+        if self._base.device.type == "cuda":
             torch.cuda.empty_cache()
 
     async def close(self) -> None:

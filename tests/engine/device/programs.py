@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from tests.engine.data import pass_for
 from tests.engine.device import stand_in
@@ -17,7 +20,7 @@ from tests.engine.sampling.helpers import sample_request
 from tests.vision import END, START, picture
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.model import loading
+from tinsmith.engine.model import flex_attention, loading
 from tinsmith.engine.torch_engine import TorchEngine
 
 ADAM = AdamParams(learning_rate=1e-2, eps=1e-6, grad_clip_norm=1.0)
@@ -106,3 +109,63 @@ async def _run(engine: TorchEngine, passes: Sequence[Pass]) -> list[PassResult]:
             raise result
         results.append(result)
     return results
+
+
+def training_counts(source: Path, lengths: Sequence[int], tenants: int, loss_fn: str) -> stand_in.Counts:
+    """What a micro-batch costs; attention is FlexAttention's, as on a GPU."""
+
+    async def work() -> stand_in.Counts:
+        with flex_attention_on_device():
+            engine = engine_on_device(source, pass_tokens=4096)
+            for number in range(tenants):
+                await engine.create(f"m{number}", LoraSpec(rank=4, seed=number))
+            passes = [pass_for(loss_fn, f"m{number}", seed=number, lengths=lengths) for number in range(tenants)]
+            await _run(engine, passes)
+            with stand_in.counting() as counts:
+                await _run(engine, passes)
+            return counts
+
+    return asyncio.run(work())
+
+
+def decoding_counts(source: Path, sequences: int, versions: int, steps: int = 8) -> stand_in.Counts:
+    """What `steps` decoding steps cost."""
+
+    async def work() -> stand_in.Counts:
+        engine = engine_on_device(source)
+        for number in range(versions):
+            await engine.create(f"m{number}", LoraSpec(rank=4, seed=number))
+            await engine.capture(f"m{number}", f"v{number}")
+        totals = []
+        for tokens in (4, 4 + steps):
+            requests = [
+                sample_request(version=f"v{number % versions}", max_tokens=tokens) for number in range(sequences)
+            ]
+            with stand_in.counting() as counts:
+                await asyncio.gather(*map(engine.sample, requests))
+            totals.append(counts)
+        short, long = totals
+        return stand_in.Counts(long.launches - short.launches, long.reads - short.reads, long.uploads - short.uploads)
+
+    return asyncio.run(work())
+
+
+@contextmanager
+def flex_attention_on_device() -> Iterator[None]:
+    """FlexAttention on the stand-in device, with a kernel that applies the whole mask."""
+    with (
+        patch.object(flex_attention, "is_supported", lambda _: True),
+        patch.object(flex_attention, "_compiled", lambda: _dense_attention),
+    ):
+        yield
+
+
+def _dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, block_mask: Any, scale: float, enable_gqa: bool, **_: Any
+) -> Tensor:
+    at = torch.arange(query.shape[2], device=query.device)
+    visible = block_mask.mask_mod(0, 0, at[:, None], at[None])
+    mask = torch.where(visible, 0.0, float("-inf")).to(query.dtype)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+    )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,9 +16,12 @@ from tests.architectures import save_tiny
 from tests.engine.data import pass_for
 from tests.engine.inspection import gradients_of, weights_of
 from tests.engine.reference import Reference, assert_same, plain_model, write_adapter
-from tinsmith.engine.base import AdamParams, LoraSpec, SampleRequest
+from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard, SampleRequest
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.general import recompute
+from tinsmith.engine.general import choice, recompute
+from tinsmith.engine.general.model import GeneralModel
+from tinsmith.engine.model import loading
+from tinsmith.engine.model.self_check import NotComputable
 from tinsmith.errors import Unsupported
 
 ATTENTION = LoraSpec(rank=4, seed=1, train_mlp=False, train_unembed=False)
@@ -190,3 +194,49 @@ def test_auto_falls_back_and_says_so_in_the_card(folder_of: Any, wait: Any) -> N
         wait(engine.create("m", LoraSpec(rank=4, seed=1)))
     with pytest.raises(Unsupported):
         build(EngineConfig(source=str(folder_of("llama4_text")), dtype="float32", device="cpu", path="fast"))
+
+
+class Part(torch.nn.Module):
+    """Stands for a model; counts those that are alive."""
+
+
+def fallback(monkeypatch: pytest.MonkeyPatch, error: type[Unsupported], message: str) -> tuple[ModelCard, list[int]]:
+    """The card of a model whose fast path fails, and how many models were alive whenever files were read."""
+    models, alive = weakref.WeakSet[Part](), list[int]()
+
+    def read(_config: EngineConfig) -> loading.LoadedModel:
+        alive.append(len(models))
+        models.add(model := Part())
+        return loading.LoadedModel(cast(Any, model), None, "source", "source")
+
+    def prepare(*_loaded: Any) -> Any:
+        try:
+            raise RuntimeError("no choices")
+        except RuntimeError as cause:
+            raise error(message, "Report it.") from cause
+
+    card = ModelCard(
+        source="source", tokenizer="source", arch="llama", vocab_size=8, context_length=8, eos_token_ids=(2,),
+        dtype="float32", device="cpu", path="general",
+    )  # fmt: skip
+    monkeypatch.setattr(loading, "read", read)
+    monkeypatch.setattr(loading, "prepare", prepare)
+    base = GeneralModel(card=card, model=cast(Any, None), body=cast(Any, None), tokenizer=None)
+    monkeypatch.setattr(choice, "prepare", lambda *_: base)
+    return choice.load(EngineConfig(source="source")).card, alive
+
+
+def test_fallback_holds_one_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, alive = fallback(monkeypatch, Unsupported, "cannot be computed here")
+    assert alive == [0, 0]
+
+
+def test_fault_of_supported_architecture_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    caplog.set_level("INFO")
+    card, _ = fallback(monkeypatch, NotComputable, "llama cannot be computed here: no choices.")
+    assert "no choices" in card.general_path_fault
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    caplog.clear()
+    card, _ = fallback(monkeypatch, Unsupported, "has layers of conv.")
+    assert card.general_path_fault == ""
+    assert [record.levelname for record in caplog.records] == ["INFO"]

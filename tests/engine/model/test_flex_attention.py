@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as torchs
 
-from tinsmith.engine.model import attention, flex_attention, packing
+from tests.architectures import save_tiny
+from tests.engine.data import pass_for
+from tests.engine.sampling.helpers import sample_request
+from tinsmith.engine.base import LoraSpec, PassResult
+from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.model import attention, flex_attention, loading, packing, precision, self_check
 from tinsmith.engine.model.attention_rule import AttentionRule
+from tinsmith.engine.model.base_model import BaseModel
+from tinsmith.engine.torch_engine import TorchEngine
 
 CPU = torch.device("cpu")
 
@@ -118,31 +126,94 @@ def test_keys_and_values_are_saved_for_the_sampler():
     assert context.saved_kv[0][1] is value
 
 
-def test_flex_attention_needs_gpu_and_half_precision(monkeypatch: pytest.MonkeyPatch, caplog: Any):
-    def supported(
-        capability: tuple[int, int] = (9, 0), dtype: Any = torch.bfloat16, device: str = "cuda", triton: Any = True
-    ) -> bool:
+def test_flex_attention_needs_gpu_and_triton(monkeypatch: pytest.MonkeyPatch):
+    def supported(capability: tuple[int, int] = (9, 0), device: str = "cuda", triton: Any = True) -> bool:
         monkeypatch.setattr(flex_attention, "find_spec", lambda _: triton)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-        return flex_attention.is_supported.__wrapped__(dtype, torch.device(device))
+        return flex_attention.is_supported(torch.device(device))
 
-    monkeypatch.setattr(flex_attention, "_try_compiling", lambda *_: None)
     assert supported()
     assert not supported(device="cpu")
-    assert not supported(dtype=torch.float32)
     assert not supported(capability=(7, 5))
     assert not supported(triton=None)
 
-    def broken(*_: Any) -> None:
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The engine takes FlexAttention as on a GPU, with a compiler that compiles nothing."""
+    monkeypatch.setattr(torchs, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(flex_attention, "is_supported", lambda _: True)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch._dynamo.config, "recompile_limit", torch._dynamo.config.recompile_limit)
+        patch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)
+        torch._dynamo.reset()
+        monkeypatch.setattr(flex_attention, "flex_attention", flex_attention._compiled.__wrapped__("eager"))
+        yield
+    torch._dynamo.reset()
+    torch.use_deterministic_algorithms(False)
+
+
+VARIANTS = {"plain": ("llama", {}, 8), "windows": ("gemma3_text", {}, 16), "deterministic": ("llama", {}, 16)}
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.filterwarnings("ignore")  # of tracing
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == "plain" else pytest.mark.slow) for case in VARIANTS]
+)
+def test_few_variants_are_compiled_and_all_at_load(
+    case: str, tmp_path: Path, wait: Any, monkeypatch: pytest.MonkeyPatch
+):
+    kind, changes, most = VARIANTS[case]
+    if case == "deterministic":
+        monkeypatch.setattr(precision, "use_deterministic_kernels", lambda _: torch.use_deterministic_algorithms(True))
+    source = str(save_tiny(kind, tmp_path, max_position_embeddings=1024, **changes))
+    before = graphs()
+    config = EngineConfig(
+        source=source, dtype="bfloat16", device="cpu", threads=1, deterministic=case == "deterministic"
+    )
+    engine = TorchEngine(config)
+    assert engine._base.flex_attention
+    at_load = graphs() - before
+    assert 0 < at_load <= most <= flex_attention.MAX_VARIANTS / 2
+    wait(engine.create("m", LoraSpec(rank=4, seed=0)))
+    for lengths in ((1,), (90, 200), (300, 129), (2, 3)):
+        (result,) = wait(engine.run([pass_for("ppo", "m", lengths=lengths)]))
+        assert isinstance(result, PassResult)
+        wait(engine.run([pass_for("cross_entropy", "m", lengths=lengths, forward_only=True)]))
+        wait(engine.sample(sample_request(np.arange(3, 3 + lengths[0]), max_tokens=2)))
+    assert graphs() - before == at_load
+    assert torch._dynamo.config.recompile_limit == flex_attention.MAX_VARIANTS
+    assert torch._dynamo.config.fail_on_recompile_limit_hit
+
+
+def graphs() -> int:
+    """Graphs that torch has compiled so far."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def test_attention_that_does_not_compile_is_computed_by_jobs(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any, tiny_llama: Path
+):
+    def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(flex_attention, "_try_compiling", broken)
-    assert not supported()
+    monkeypatch.setattr(flex_attention, "is_supported", lambda _: True)
+    monkeypatch.setattr(flex_attention, "flex_attention", broken)
+    base = loading.load(EngineConfig(source=str(tiny_llama), dtype="float32", device="cpu"))
+    assert not base.flex_attention
     assert "slower" in caplog.text
+    assert "no compiler" in caplog.text
 
 
-@pytest.mark.usefixtures("uncompiled")
-def test_trial_compilation_runs():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        flex_attention._try_compiling(torch.float32, CPU)
+def test_cudnn_attention_is_off_before_a_model_computes(monkeypatch: pytest.MonkeyPatch, tiny_llama: Path):
+    seen: list[bool] = []
+
+    def first_pass(base: BaseModel) -> BaseModel:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return base
+
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    monkeypatch.setattr(self_check, "with_flex_attention", first_pass)
+    loading.load(EngineConfig(source=str(tiny_llama), dtype="float32", device="cpu"))
+    assert seen == [False]

@@ -6,6 +6,7 @@ modules do. A model is refused only if neither gives transformers' own logits.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ from tinsmith.engine.images.tower import VisionTower
 from tinsmith.engine.lora import targets
 from tinsmith.engine.lora.linear import ActiveAdapters
 from tinsmith.engine.lora.lm_head import LMHead
-from tinsmith.engine.model import loading, packing, support
+from tinsmith.engine.model import loading, packing, precision, self_check, support
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.logit_rule import logit_rule
 from tinsmith.engine.sampling.kv_cache import cache_shape
@@ -52,18 +53,30 @@ _NO_CACHE = {
 def load(config: EngineConfig) -> BaseModel:
     """Load a model for the path that the settings name or, with `auto`, the fast path if it is supported."""
     loaded = loading.read(config)
-    if config.path != "general":
-        try:
-            base = loading.prepare(*loaded)
-            cache_shape(base)  # raises for layers that differ in it
-            return base
-        except Unsupported as error:
-            if config.path == "fast":
-                raise
-            log.info("%s takes the general path: %s", config.source, error)
-            del loaded  # the fast path may have replaced modules
-            loaded = loading.read(config)
-    return prepare(*loaded)
+    if config.path == "general":
+        return prepare(*loaded)
+    fault = ""
+    try:
+        return _fast(loaded)
+    except Unsupported as error:
+        if config.path == "fast":
+            raise
+        if isinstance(error, self_check.NotComputable):  # of an architecture that the fast path supports
+            fault = str(error)
+        log.log(logging.WARNING if fault else logging.INFO, "%s takes the general path: %s", config.source, error)
+    # The fast path may have replaced modules. Its error has ended, whose frames refer to the model.
+    del loaded
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    base = prepare(*loading.read(config))
+    return replace(base, card=replace(base.card, general_path_fault=fault))
+
+
+def _fast(loaded: loading.LoadedModel) -> BaseModel:
+    base = loading.prepare(*loaded)
+    cache_shape(base)  # raises for layers that differ in it
+    return base
 
 
 def prepare(
@@ -78,6 +91,7 @@ def prepare(
     A vision tower is dropped: padded rows take no images.
     """
     model.eval().requires_grad_(False)
+    precision.set_matmul_precision(model.dtype)
     model.set_attn_implementation("eager")
     name = f"{source} ({model.config.model_type})"
     if reason := _NO_CACHE.get(model.config.model_type):

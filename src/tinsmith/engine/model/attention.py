@@ -200,13 +200,13 @@ class PackedAttention:
 
 
 def packed_attention(
-    tree: PackedTree, dtype: torch.dtype, device: torch.device, save_kv: bool = False
+    tree: PackedTree, dtype: torch.dtype, device: torch.device, save_kv: bool = False, *, flex: bool = False
 ) -> PackedAttention | flex_attention.FlexAttention:
-    """Attention over `tree` with the fastest supported kernel. Masks are computed once for all layers of a rule.
+    """Attention over `tree`, by FlexAttention or job by job. Masks are computed once for all layers of a rule.
 
     With `save_kv`, the keys and values of each layer are collected for the KV cache.
     """
-    if flex_attention.is_supported(dtype, device):
+    if flex:
         return flex_attention.packed_attention(tree, device, save_kv)
     return PackedAttention(tree, dtype, device, save_kv)
 

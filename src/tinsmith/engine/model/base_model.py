@@ -31,6 +31,8 @@ class BaseModel:
     tokenizer: Any
     float32_residual: bool = False
     """Whether the residual stream is float32 for every dtype of the base."""
+    flex_attention: bool = False
+    """Whether one FlexAttention call computes a packed tree."""
     recurrent: RecurrentShape | None = None
     """The states of its recurrent layers, if it has any."""
     latent_width: int = 0
@@ -59,7 +61,9 @@ class BaseModel:
 
     def hidden_of(self, tree: packing.PackedTree, dtype: torch.dtype | None = None) -> Tensor:
         """Hidden states [T, D] of the packed tokens; `dtype`, if not the base's own, is that of its activations."""
-        context: Any = attention.packed_attention(tree, dtype or self.dtype, self.device)
+        dtype = dtype or self.dtype
+        flex = self.flex_attention and dtype == self.dtype  # compiled for the base's own dtype
+        context: Any = attention.packed_attention(tree, dtype, self.device, flex=flex)
         if self.recurrent is not None:
             context = hybrid_context(self.recurrent, tree, context, self.device)
         return self.hidden(

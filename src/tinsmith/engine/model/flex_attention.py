@@ -2,14 +2,12 @@
 
 Packed positions number the tree's nodes in depth-first order, so everything that branches off a position directly
 follows it: query i sees key j exactly if j <= i < until[j]. The kernel skips blocks of the mask in which nothing is
-visible and applies no mask in blocks in which everything is. It is compiled once, when the model is loaded.
-
-Not for CPUs, where FlexAttention has no backward, nor for float32, where `attention` masks each job by itself.
+visible and applies no mask in blocks in which everything is. It is compiled when the model is loaded, where
+`self_check` computes with it on the model's own heads. Not for CPUs, where FlexAttention has no backward.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,29 +21,26 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from tinsmith.engine.model.architectures.latents import Latents, to_cache
 from tinsmith.engine.model.attention_rule import AttentionRule
-from tinsmith.engine.model.packing import PackedRow, PackedTree, pack
-
-log = logging.getLogger(__name__)
+from tinsmith.engine.model.packing import PackedTree
 
 BLOCK = 128
 """Queries and keys in a block of the mask."""
 MIN_COMPUTE_CAPABILITY = (8, 0)
 """Ampere, the first with bfloat16."""
+KERNEL_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
+"""The main kernel for all lengths. For short ones torch would take its kernel for decoding, which does not compile for
+4 or 8 query heads a key head with blocks of 128, and which would be another variant."""
+MAX_VARIANTS = 64
+"""Compiled variants of the kernel in a process. A model makes 6 for each of its windows (1 token, up to a block, more;
+with gradients and without), and one or two for its self-check. A call that needs one more than these fails: torch would
+compute it uncompiled, with the whole matrix of scores in memory."""
 
 
-@cache
-def is_supported(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel supports this dtype and device and compiles here, which is tried once."""
-    if device.type != "cuda" or dtype == torch.float32 or find_spec("triton") is None:
+def is_supported(device: torch.device) -> bool:
+    """Whether the kernel supports this device; `self_check` computes whether it compiles for a model."""
+    if device.type != "cuda" or find_spec("triton") is None:
         return False
-    if torch.cuda.get_device_capability(device) < MIN_COMPUTE_CAPABILITY:
-        return False
-    try:
-        _try_compiling(dtype, device)
-    except Exception:
-        log.warning("FlexAttention does not compile here; attention is slower without it.", exc_info=True)
-        return False
-    return True
+    return torch.cuda.get_device_capability(device) >= MIN_COMPUTE_CAPABILITY
 
 
 @dataclass(slots=True)
@@ -70,6 +65,7 @@ class FlexAttention:
             self.masks[rule.window] = block_mask(self.tree, self.device, rule.window)
         call = flex_attention if query.device.type == "cpu" else _compiled()
         settings: dict[str, Any] = {"block_mask": self.masks[rule.window], "scale": rule.scale, "enable_gqa": True}
+        settings["kernel_options"] = KERNEL_OPTIONS
         if rule.softcap is not None:
             settings["score_mod"] = _capped(rule.softcap)
         if rule.sinks is None:
@@ -159,17 +155,22 @@ def _listed(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.as_tensor(counts, device=device)[None, None], torch.as_tensor(order, device=device)[None, None]
 
 
-def _try_compiling(dtype: torch.dtype, device: torch.device) -> None:
-    """Forward and backward at two lengths, because the compiler may specialize on the first."""
-    for length in (BLOCK + 9, 3 * BLOCK):
-        row = PackedRow(key=0, adapter=0, tokens=np.arange(length, dtype=np.int32))
-        query, key, value = (
-            torch.randn((1, heads, length, 64), dtype=dtype, device=device, requires_grad=True) for heads in (4, 2, 2)
-        )
-        packed_attention(pack([row]), device).attend(0, query, key, value, AttentionRule(0.125)).sum().backward()
-
-
 @cache
-def _compiled() -> Callable[..., Any]:
-    """The compiled kernel for all lengths. Compiling takes seconds, so `autotune.compile_attention` does it at load."""
-    return torch.compile(flex_attention, dynamic=True)
+def _compiled(backend: str = "inductor") -> Callable[..., Any]:
+    """The compiled kernel for all lengths."""
+    torch._dynamo.config.recompile_limit = MAX_VARIANTS
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    kernel: Callable[..., Any] = torch.compile(flex_attention, dynamic=True, backend=backend)
+
+    def call(*tensors: Tensor, **settings: Any) -> Any:
+        """The kernel is deterministic in any mode. Each mode would compile variants of its own, so it gets one."""
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        if not deterministic:
+            return kernel(*tensors, **settings)
+        torch.use_deterministic_algorithms(False)
+        try:
+            return kernel(*tensors, **settings)
+        finally:
+            torch.use_deterministic_algorithms(True)
+
+    return call

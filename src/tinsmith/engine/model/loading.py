@@ -27,7 +27,7 @@ from tinsmith.engine.base import ModelCard
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.images import tower
 from tinsmith.engine.images.tower import VisionTower
-from tinsmith.engine.model import attention, footprint, quantization, self_check, support
+from tinsmith.engine.model import attention, footprint, precision, quantization, self_check, support
 from tinsmith.engine.model.architectures import latents, longrope
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.hybrid import gated_delta_net
@@ -116,6 +116,7 @@ def prepare(
 ) -> BaseModel:
     """Freeze and check a model with eager attention. Raises Unsupported if it is not supported."""
     model.eval().requires_grad_(False)
+    precision.set_matmul_precision(model.dtype)
     support.check(source, model)
     recurrent = gated_delta_net.install(model)
     card = card_of(source, tokenizer_source, model, tokenizer)
@@ -133,6 +134,7 @@ def prepare(
         vision=vision,
         per_layer_embeddings=support.TOKEN_TABLE in dict(body.named_children()),
     )
+    base = self_check.with_flex_attention(base)
     self_check.check(base)
     gated_delta_net.drop_originals(model)
     shared = routing.install(model)
@@ -153,7 +155,10 @@ def dtype_of(setting: str, device: torch.device) -> torch.dtype:
     """The data type that a setting names on a device."""
     if setting != "auto":
         return getattr(torch, setting)
-    native = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if native else torch.float32
 
 

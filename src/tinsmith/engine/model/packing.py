@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -82,7 +83,20 @@ class AttentionJob:
     """bool [Q, P + Q]: whether a query sees a key; None means causal without prefix."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The packed positions start..stop that one row added after its prefix `path` (packed positions)."""
+
+    start: int
+    stop: int
+    path: np.ndarray
+
+    @property
+    def depth(self) -> int:
+        return len(self.path)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PackedTree:
     """The packed tokens [T] and where the rows' positions are."""
 
@@ -93,24 +107,17 @@ class PackedTree:
     index: dict[int, np.ndarray]
     """int64 [N] by row key: the packed position of each position of the row."""
     spans: tuple[AdapterSpan, ...]
-    jobs: tuple[AttentionJob, ...]
+    chunks: tuple[Chunk, ...]
+    """What each row added, in order."""
     images: tuple[ImageTokens, ...] = ()
     rotary: np.ndarray | None = None
     """int64 [3, T] or [T]: positions for rotary embeddings, if a row has images or long factors; else they are
     `positions`."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """The packed positions start..stop that one row added after its prefix `path` (packed positions)."""
-
-    start: int
-    stop: int
-    path: np.ndarray
-
-    @property
-    def depth(self) -> int:
-        return len(self.path)
+    @cached_property
+    def jobs(self) -> tuple[AttentionJob, ...]:
+        """The tree's attention in parts. Their masks take seconds for long rows, and FlexAttention reads none."""
+        return tuple(_jobs(self.chunks))
 
 
 def sorted_for_packing(rows: Iterable[PackedRow]) -> list[PackedRow]:
@@ -148,7 +155,7 @@ def packed_tokens(rows: Iterable[PackedRow]) -> int:
 def pack(rows: Sequence[PackedRow]) -> PackedTree:
     """The tree of these rows, which may come in any order."""
     index: dict[int, np.ndarray] = {}
-    chunks: list[_Chunk] = []
+    chunks: list[Chunk] = []
     spans: list[AdapterSpan] = []
     total = 0
     previous: PackedRow | None = None
@@ -157,7 +164,7 @@ def pack(rows: Sequence[PackedRow]) -> PackedTree:
         path = index[previous.key][:shared] if previous is not None else np.empty(0, np.int64)
         start, total = total, total + len(row.tokens) - shared
         if total > start:
-            chunks.append(_Chunk(start, total, path))
+            chunks.append(Chunk(start, total, path))
         index[row.key] = np.concatenate([path, np.arange(start, total)])
         if spans and spans[-1].adapter == row.adapter:
             spans[-1] = AdapterSpan(adapter=row.adapter, start=spans[-1].start, stop=total)
@@ -173,7 +180,7 @@ def pack(rows: Sequence[PackedRow]) -> PackedTree:
         positions=positions,
         index=index,
         spans=tuple(spans),
-        jobs=tuple(_jobs(chunks)),
+        chunks=tuple(chunks),
         images=tuple(_images(rows, index)),
         rotary=_rotary(rows, index, positions),
     )
@@ -225,9 +232,9 @@ def _marked(row: PackedRow) -> PackedRow:
     return replace(row, marks=np.zeros(len(row.tokens), np.uint64))
 
 
-def _jobs(chunks: Sequence[_Chunk]) -> Iterator[AttentionJob]:
+def _jobs(chunks: Sequence[Chunk]) -> Iterator[AttentionJob]:
     """One job for each long chunk, and for several short ones."""
-    merged: list[_Chunk] = []
+    merged: list[Chunk] = []
     for chunk in chunks:
         if merged and chunk.stop - merged[0].start > MAX_MERGED_QUERIES:
             yield _job(merged)
@@ -237,7 +244,7 @@ def _jobs(chunks: Sequence[_Chunk]) -> Iterator[AttentionJob]:
         yield _job(merged)
 
 
-def _job(chunks: Sequence[_Chunk]) -> AttentionJob:
+def _job(chunks: Sequence[Chunk]) -> AttentionJob:
     """The job of neighbouring chunks.
 
     The first chunk's prefix holds every prefix position that the later ones need, because they branch off its path.

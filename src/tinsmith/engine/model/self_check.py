@@ -6,26 +6,54 @@ they differ is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tinsmith.engine.model import attention, packing, support
+from tinsmith.engine.model import attention, flex_attention, packing, precision, support
 from tinsmith.engine.model.architectures.uniform_kv import UniformKV, uniform_kv
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.logit_rule import logit_rule
 from tinsmith.errors import TinsmithError, Unsupported
 
+log = logging.getLogger(__name__)
+
 MAX_PROBE_WINDOW = 128
 """The probe's rows are longer than windows up to this one. Beyond larger windows only the tests have computed."""
 
 
+class NotComputable(Unsupported):
+    """A model of a supported architecture that the packed path does not compute here."""
+
+
+def with_flex_attention(base: BaseModel) -> BaseModel:
+    """The base with FlexAttention, if this machine compiles it for the base's own heads, windows and dtype."""
+    if not flex_attention.is_supported(base.device):
+        return base
+    base.model.set_attn_implementation(attention.register())
+    return compiled_or_without(replace(base, flex_attention=True), probe)
+
+
+def compiled_or_without(base: BaseModel, compute: Callable[[BaseModel], object]) -> BaseModel:
+    """The base if `compute`, which computes with its FlexAttention, succeeds; else the base without it."""
+    try:
+        compute(base)
+    except Exception:
+        log.warning(
+            "FlexAttention does not compile for %s: attention is slower without it.", base.card.source, exc_info=True
+        )
+        return replace(base, flex_attention=False)
+    return base
+
+
 def check(base: BaseModel) -> None:
-    """Raises Unsupported unless the packed path agrees with transformers' eager attention.
+    """Raises NotComputable unless the packed path agrees with transformers' eager attention.
 
     Compared in float32, where rounding hides nothing, and then in the model's own dtype.
     """
@@ -40,9 +68,9 @@ def check(base: BaseModel) -> None:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise Unsupported(f"{name} cannot be computed here: {reason}.", support.HINT) from error
+        raise NotComputable(f"{name} cannot be computed here: {reason}.", support.HINT) from error
     if not agrees:
-        raise Unsupported(f"{name} computes attention or its output head in an unsupported way.", support.HINT)
+        raise NotComputable(f"{name} computes attention or its output head in an unsupported way.", support.HINT)
 
 
 @torch.no_grad()
@@ -84,7 +112,7 @@ def in_float32(module: nn.Module) -> Iterator[None]:
             hooks.append(part.register_forward_pre_hook(widen))
             hooks.append(part.register_forward_hook(restore, always_call=True))
     try:
-        with _ieee_products(), _wide_quantized_products(module):
+        with precision.exact_products(), _wide_quantized_products(module):
             yield
     finally:
         for hook in hooks:
@@ -111,20 +139,6 @@ def _wide_quantized_products(module: nn.Module) -> Iterator[None]:
     finally:
         for part, dtype in zip(parts, previous, strict=True):
             part.compute_dtype = dtype
-
-
-@contextmanager
-def _ieee_products() -> Iterator[None]:
-    """Multiply float32 exactly within the context, whatever an engine of this process has set."""
-    backends: Any = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)  # pyright: ignore[reportAttributeAccessIssue]
-    previous = [backend.fp32_precision for backend in backends]
-    try:
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-        yield
-    finally:
-        for backend, precision in zip(backends, previous, strict=True):
-            backend.fp32_precision = precision
 
 
 @torch.no_grad()

@@ -244,9 +244,11 @@ class RunningBatch:
                 hidden = self._base.hidden(inputs.tokens, inputs.positions, inputs.context, visual)
                 experts = self._base.routing.record() if records else None
             finite = hidden.isfinite().all(dim=1)
-            for key, job in new.items():
+            parts = (inputs.hidden_index[key][prompt_logprobs.first_hidden(job.request) :] for key, job in new.items())
+            are_finite = torch.stack([finite[part].all() for part in parts]).tolist()
+            for (key, job), is_finite in zip(new.items(), are_finite, strict=True):
                 index = inputs.hidden_index[key]
-                if not bool(finite[index[prompt_logprobs.first_hidden(job.request) :]].all()):
+                if not is_finite:
                     continue
                 if prompt_logprobs.needs_logits(job.request):
                     job.prompt_results = prompt_logprobs.compute(

@@ -142,7 +142,7 @@ def prefill_pass(prompts: Sequence[Prompt], base: BaseModel) -> PrefillPass:
             lambda window: list(attention_calls(tree, computed, index, base, window)), -(-len(computed) // len(ends))
         )
         if index.nodes
-        else attention.packed_attention(tree, base.dtype, device, save_kv=True)
+        else attention.packed_attention(tree, base.dtype, device, save_kv=True, flex=base.flex_attention)
     )
     if base.recurrent is not None:
         states = _states(prompts, tree, computed, base.recurrent.taps, device)

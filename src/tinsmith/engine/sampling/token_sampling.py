@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tinsmith.engine.base import TopK
 from tinsmith.engine.lora.lm_head import log_softmax
+from tinsmith.engine.model.precision import cumulative_sum
 
 PARTIAL_SORT = 4096
 """Largest probabilities of a row that are sorted before all are."""
@@ -138,9 +139,9 @@ def _thresholds(probs: Tensor, rules: Sequence[SamplingRule], size: int) -> tupl
     top_p = torch.tensor([rule.top_p for rule in rules], dtype=torch.float64, device=device)[:, None]
     values = _largest(probs, size)
     in_top_k = values.double() * (torch.arange(size, device=device) < top_k)
-    mass = in_top_k.cumsum(dim=1)
+    mass = cumulative_sum(in_top_k)
     total = torch.where(top_k <= size, mass[:, -1:], probs.sum(dim=1, keepdim=True, dtype=torch.float64))
-    count = ((mass - in_top_k) < top_p * total).sum(dim=1).clamp(min=1)
+    count = ((mass - in_top_k) < top_p * total).sum(dim=1).clamp(min=1).minimum(top_k[:, 0])
     threshold = values.gather(1, count[:, None] - 1)[:, 0]
     undecided = (count == size) | ((top_k > size) & (top_k < vocabulary))[:, 0]
     if size < vocabulary and bool(undecided.any()):
@@ -182,14 +183,22 @@ def _invert_cdf(probs: Tensor, goals: Tensor, rows: Tensor) -> tuple[Tensor, Ten
     padding = -probs.shape[1] % BLOCK
     padded = torch.nn.functional.pad(probs, (0, padding)) if padding else probs
     blocks = padded.unflatten(1, (-1, BLOCK))
-    sums = blocks.sum(dim=2).double().cumsum(dim=1)[rows]
+    in_block = blocks.sum(dim=2).double()
+    sums = cumulative_sum(in_block)[rows]
     target = (goals * sums[:, -1])[:, None]
-    block = torch.searchsorted(sums, target, right=True).clamp(max=sums.shape[1] - 1)
+    block = _next_positive(in_block[rows], torch.searchsorted(sums, target, right=True))
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
     inside = blocks[rows, block[:, 0]].double()
-    place = torch.searchsorted(inside.cumsum(dim=1), target - before, right=True)
-    # Rounding may put the target after the end of the block: take the block's last token of nonzero probability. A row
-    # of NaN has none, and any token will do.
-    last = BLOCK - 1 - (inside > 0).flip(1).int().argmax(dim=1, keepdim=True)
-    tokens = (block * BLOCK + torch.minimum(place, last))[:, 0]
-    return tokens.clamp(max=probs.shape[1] - 1), sums[:, -1]
+    place = _next_positive(inside, torch.searchsorted(cumulative_sum(inside), target - before, right=True))
+    return (block * BLOCK + place)[:, 0].clamp(max=probs.shape[1] - 1), sums[:, -1]
+
+
+def _next_positive(terms: Tensor, place: Tensor) -> Tensor:
+    """Index [B, 1] of the first positive term of [B, N] from `place` [B, 1] on, or of the last one before it.
+
+    Rounding may put the target at a term of 0 or after the end. A row of NaN has no positive term, and any will do.
+    """
+    positive = terms > 0
+    from_place = positive & (torch.arange(terms.shape[1], device=terms.device) >= place)
+    last = terms.shape[1] - 1 - positive.flip(1).int().argmax(dim=1, keepdim=True)
+    return torch.where(from_place.any(dim=1, keepdim=True), from_place.int().argmax(dim=1, keepdim=True), last)

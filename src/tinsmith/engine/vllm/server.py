@@ -21,6 +21,7 @@ from pathlib import Path
 import httpx
 
 from tinsmith.engine.base import ModelCard
+from tinsmith.engine.child_process import CHILD_ENVIRONMENT
 from tinsmith.engine.liveness import ProcessEnd, followers_seconds, process_end
 from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError, EngineDied, EngineError, TinsmithError, Unsupported
@@ -123,7 +124,12 @@ def environment_of(config: VllmConfig, card: ModelCard, threads: int) -> dict[st
             overrides["OMP_NUM_THREADS"] = str(threads)
     if config.devices:
         overrides["CUDA_VISIBLE_DEVICES"] = config.devices
-    inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}  # vLLM has its own packages
+    # vLLM has its own packages, and its own settings of PyTorch.
+    inherited = {
+        key: value
+        for key, value in os.environ.items()
+        if key != "PYTHONPATH" and (key, value) not in CHILD_ENVIRONMENT.items()
+    }
     return defaults | inherited | overrides
 
 

@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.lora import layers, linear
 from tinsmith.engine.lora.lm_head import LMHead
-from tinsmith.engine.model import attention, loading
+from tinsmith.engine.model import attention, flex_attention, loading
 from tinsmith.engine.model.architectures import longrope
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.logit_rule import logit_rule
@@ -97,7 +97,8 @@ def prepare(config: EngineConfig, mesh: DeviceMesh) -> PreparedBase:
     with Weights(Path(located.folder)) as weights:
         _load_whole(model, weights, device)
         longrope.install(config.source, model, probe.card.original_context)
-        base = BaseModel(card=probe.card, model=model, body=model.base_model, tokenizer=tokenizer)
+        flex = flex_attention.is_supported(device)
+        base = BaseModel(card=probe.card, model=model, body=model.base_model, tokenizer=tokenizer, flex_attention=flex)
         active = linear.adapt(base)
         for module in _linears(model):
             frozen: Any = module.frozen

@@ -23,6 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from tinsmith.engine.model.hybrid.chunk_tensors import ChunkTensors
+from tinsmith.engine.model.precision import cumulative_sum
 
 NORM_EPS = 1e-6
 MIN_DECAY = -80.0
@@ -142,7 +143,7 @@ def _chunks(qkv: Tensor, decay: Tensor, beta: Tensor, shape: HeadShape) -> _Chun
     inverse_norms = qk.square().sum(-1, keepdim=True).add_(NORM_EPS).rsqrt_()
     inverse_norms[:, :, 0] *= shape.key_width**-0.5
     qk, inverse_norms = qk.mul_(inverse_norms).flatten(2, 3), inverse_norms.flatten(2, 3)
-    summed, strength = (_heads(part, shape.value_heads, dtype) for part in (decay.cumsum(1), beta))
+    summed, strength = (_heads(part, shape.value_heads, dtype) for part in (cumulative_sum(decay, 1), beta))
     between = (summed - summed.mT).clamp_(MIN_DECAY, 0).exp_().tril_()
     grouped = between.unflatten(1, (shape.key_heads, -1))
     products = _product(qk, qk[:, :, size:].mT)
@@ -256,7 +257,7 @@ def _gradients(
     qk_grad[:, :, size:] += keys
     if len(scan.states):
         _read_gradients(chunks, scan, (grad, wanted), after, (qk_grad, beta, summed))
-    decay = summed.flip(2).cumsum(2).flip(2)  # the decays of a chunk are summed up from its start
+    decay = cumulative_sum(summed.flip(2), 2).flip(2)  # the decays of a chunk are summed up from its start
     along = (qk_grad * qk).sum(-1, keepdim=True)
     along[:, :, :size] *= qk.shape[3]  # queries are scaled by 1 / sqrt(width)
     return qk_grad.addcmul_(qk, along, value=-1).mul_(chunks.inverse_norms), value, decay, beta

@@ -1,0 +1,49 @@
+"""How often a GPU would be waited for: few times a micro-batch and a decoding step, whatever is in them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.architectures import save_tiny
+from tests.engine.device import programs
+
+MICRO_BATCH, DECODING_STEP = 4, 2
+"""Waits at most."""
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of four layers."""
+    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+def outside_of_lora(places: Counter[str]) -> Counter[str]:
+    """Without those of the adapters and the head."""
+    return Counter({place: count for place, count in places.items() if not place.startswith("engine/lora/")})
+
+
+@pytest.mark.parametrize(("lengths", "tenants"), [((9, 30), 1), ((9, 30, 3, 14, 22, 5), 1), ((9, 30), 5)])
+@pytest.mark.parametrize("loss_fn", ["cross_entropy", "ppo"])
+def test_losses_wait_twice(stand_in: Any, llama: Path, loss_fn: str, lengths: Sequence[int], tenants: int):
+    counts = stand_in(programs.training_counts, llama, lengths, tenants, loss_fn)
+    assert outside_of_lora(counts.reads).total() <= 2, counts.reads
+    assert outside_of_lora(counts.uploads).total() <= 14, counts.uploads
+
+
+@pytest.mark.xfail(reason="lora/lm_head.py and lora/linear.py wait for indices", strict=True)
+@pytest.mark.parametrize(("lengths", "tenants"), [((9, 30), 1), ((9, 30, 3, 14, 22, 5), 5)])
+def test_micro_batch_waits_rarely(stand_in: Any, llama: Path, lengths: Sequence[int], tenants: int):
+    counts = stand_in(programs.training_counts, llama, lengths, tenants, "ppo")
+    assert counts.reads.total() <= MICRO_BATCH, counts.reads
+
+
+@pytest.mark.parametrize(("sequences", "versions"), [(1, 1), (5, 3)])
+def test_decoding_step_waits_rarely(stand_in: Any, llama: Path, sequences: int, versions: int):
+    counts = stand_in(programs.decoding_counts, llama, sequences, versions, STEPS)
+    assert counts.reads.total() <= DECODING_STEP * STEPS, counts.reads
