@@ -14,7 +14,7 @@ from contextlib import AbstractAsyncContextManager
 
 from tinsmith.engine.base import PassResult
 from tinsmith.engine.model import packing
-from tinsmith.engine.training.training_run import Part, TrainingRun, check_gradients
+from tinsmith.engine.training.training_run import Part, TrainingRun
 
 PRUNED_SHARES = 1024
 """Number of shares above which those are dropped that are served as much as a new one."""
@@ -88,7 +88,6 @@ class MicroBatchQueue:
             for run in runs:
                 if run in self._ended:
                     await self._ended[run]
-            check_gradients(runs)
         finally:
             for run in runs:
                 self._end(run)

@@ -44,7 +44,7 @@ from tinsmith.engine.training.optimizer import AdapterSnapshot, TrainableAdapter
 from tinsmith.engine.training.run_rows import RunRows
 from tinsmith.engine.training.shadow import Background, ShadowRun, ShadowStart
 from tinsmith.engine.training.shadow_plan import SHADOW, shadow_settings
-from tinsmith.engine.training.training_run import MicroBatch, Part, TrainingRun
+from tinsmith.engine.training.training_run import MicroBatch, Part, TrainingRun, check_gradients
 from tinsmith.engine_options import Recompute
 from tinsmith.errors import EngineError, NotFound, TinsmithError, Unsupported
 
@@ -220,7 +220,9 @@ class TorchTrainer:
             with _caught(outcomes, model_id):
                 jobs[model_id] = self._job(self._model(model_id), passes[model_id], shares, alone=alone)
         try:
-            await self._queue.compute([run for job in jobs.values() for run in job.runs])
+            runs = [run for job in jobs.values() for run in job.runs]
+            await self._queue.compute(runs)
+            check_gradients(runs)
             settled = await self._exchange.settle([*jobs.values()])
         except BaseException:
             for job in jobs.values():
