@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -268,10 +269,12 @@ class AdapterBatch:
     """
 
     weights: tuple[AdapterWeights, ...]
-    index: Tensor
-    """int64 [n, L]: packed positions, padding included."""
-    mask: Tensor | None
-    """bool [n, L]: False for padding; None if nothing is padded and the positions are contiguous."""
+    length: int
+    """L."""
+    start: int
+    """The first adapter's first position."""
+    padding: Padding | None
+    """None if nothing is padded and the positions are contiguous."""
 
     @property
     def has_gradients(self) -> bool:
@@ -298,8 +301,8 @@ class AdapterBatch:
     ) -> None:
         """Add to the gradient of the inputs and, if `inputs` and `narrow` are given, to the adapters' gradients."""
         gathered = [self._gather(grad) for grad in grads]
-        if self.mask is not None:
-            gathered = [grad * self.mask[..., None] for grad in gathered]
+        if self.padding is not None:
+            gathered = [grad * self.padding.mask for grad in gathered]
         pieces = [torch.bmm(grad, self._stacked_b(name)) for name, grad in zip(names, gathered, strict=True)]
         narrow_grad = torch.cat(pieces, dim=2)
         self._scatter_add(input_grad, torch.bmm(narrow_grad, self._stacked_a(names)))
@@ -312,6 +315,8 @@ class AdapterBatch:
     def _accumulate(self, name: str, a_grads: Tensor, b_grads: Tensor) -> None:
         """Add gradients [n, rank, in] and [n, out, rank] to the adapters that have gradient buffers."""
         buffers, grads = [], []
+        if a_grads.device.type != "cpu":  # one kernel adds to all buffers, but only gradients of their dtype
+            a_grads, b_grads = a_grads.float(), b_grads.float()
         for weights, a_grad, b_grad in zip(self.weights, a_grads, b_grads, strict=True):
             if weights.gradients:
                 buffers += [weights.gradients[name].a, weights.gradients[name].b]
@@ -326,19 +331,34 @@ class AdapterBatch:
 
     def _gather(self, flat: Tensor) -> Tensor:
         """[T, D] -> [n, L, D]."""
-        return self._window(flat) if self.mask is None else flat[self.index]
+        return self._window(flat) if self.padding is None else flat[self.padding.index]
 
     def _scatter_add(self, flat: Tensor, values: Tensor) -> None:
         """Add s times `values` [n, L, D] to `flat` [T, D]."""
         scale = self.weights[0].scale
-        if self.mask is None:
+        if self.padding is None:
             self._window(flat).add_(values, alpha=scale)
         else:
-            flat.index_add_(0, self.index[self.mask], values[self.mask], alpha=scale)
+            values = values.flatten(0, 1).index_select(0, self.padding.places)
+            flat.index_add_(0, self.padding.positions, values, alpha=scale)
 
     def _window(self, flat: Tensor) -> Tensor:
-        start = int(self.index[0, 0])
-        return flat[start : start + self.index.numel()].view(*self.index.shape, flat.shape[1])
+        count = len(self.weights)
+        return flat[self.start : self.start + count * self.length].view(count, self.length, flat.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Where the P positions of n adapters are among the n * L of a batch; on the device, so that no pass reads them."""
+
+    index: Tensor
+    """int64 [n, L]: packed positions, padding included."""
+    mask: Tensor
+    """bool [n, L, 1]: False for padding."""
+    places: Tensor
+    """int64 [P]: the positions in the flattened [n, L]."""
+    positions: Tensor
+    """int64 [P]: the packed positions."""
 
 
 AdapterGroups = Sequence[AdapterSlice | AdapterBatch]
@@ -368,11 +388,21 @@ def _batch_key(placed: PlacedAdapter) -> tuple[object, ...] | None:
 
 
 def _adapter_batch(members: Sequence[PlacedAdapter]) -> AdapterBatch:
-    device = next(iter(members[0][0].pairs.values())).a.device
-    starts = torch.tensor([start for _, start, _ in members])
-    lengths = torch.tensor([stop - start for _, start, stop in members])
-    steps = torch.arange(int(lengths.max()))
-    index = starts[:, None] + torch.minimum(steps, lengths[:, None] - 1)
-    contiguous = torch.equal(index.flatten(), torch.arange(int(starts[0]), int(starts[0]) + index.numel()))
-    mask = None if contiguous else (steps < lengths[:, None]).to(device)
-    return AdapterBatch(tuple(weights for weights, _, _ in members), index.to(device), mask)
+    weights = tuple(weights for weights, _, _ in members)
+    starts = np.array([start for _, start, _ in members])
+    lengths = np.array([stop - start for _, start, stop in members])
+    steps = np.arange(lengths.max())
+    index = starts[:, None] + np.minimum(steps, lengths[:, None] - 1)
+    padding = None
+    if not np.array_equal(index.ravel(), np.arange(starts[0], starts[0] + index.size)):
+        device = next(iter(weights[0].pairs.values())).a.device
+        padding = _padding(index, np.flatnonzero(steps < lengths[:, None]), device)
+    return AdapterBatch(weights, len(steps), int(starts[0]), padding)
+
+
+def _padding(index: np.ndarray, places: np.ndarray, device: torch.device) -> Padding:
+    """In one copy to the device."""
+    uploaded = torch.from_numpy(np.concatenate([index.ravel(), places])).to(device)
+    flat, at = uploaded[: index.size], uploaded[index.size :]
+    mask = torch.zeros(index.size, dtype=torch.bool, device=device).index_fill_(0, at, True)
+    return Padding(flat.view(index.shape), mask.view(*index.shape, 1), at, flat.index_select(0, at))
