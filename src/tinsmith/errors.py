@@ -39,7 +39,7 @@ class TinsmithError(Exception):
 
 
 class InternalError(TinsmithError):
-    """An exception that nothing handled. The server's log has its traceback, with the `request_id`."""
+    """An exception that nothing handled. The log has its traceback, with the `request_id`."""
 
     def __init__(self, message: str, hint: str = "", *, request_id: str = "") -> None:
         super().__init__(message, hint)

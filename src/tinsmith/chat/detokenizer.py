@@ -104,6 +104,19 @@ class TokenTexts:
             return raw.encode()
 
 
+class PythonTexts(TokenTexts):
+    """Texts of a tokenizer of transformers that is written in Python: any token may change the text of others."""
+
+    @override
+    def exists(self, token: int) -> bool:
+        return True
+
+    @cached_property
+    @override
+    def _decoders(self) -> list[dict[str, Any]]:
+        return [{"type": "Python"}]
+
+
 def _flat(decoder: dict[str, Any]) -> list[dict[str, Any]]:
     if decoder["type"] != "Sequence":
         return [decoder]

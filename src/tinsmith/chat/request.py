@@ -4,20 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from tinsmith.chat.messages import parse_messages, parse_tools
 from tinsmith.chat.strict_json import parse_json
-from tinsmith.errors import BadRequest, TinsmithError, Unsupported, UserError
+from tinsmith.errors import BadRequest, TinsmithError, Unsupported
 
 
 class PromptTooLong(BadRequest):
     """The prompt, with the tokens to sample, exceeds the model's context or the configured limit."""
 
 
-class ChatRequest(BaseModel):
+class StreamOptions(BaseModel):
+    """stream_options."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+    continuous_usage_stats: Literal[False] = False
+
+
+class StreamedRequest(BaseModel):
+    """A request whose response may be a stream."""
+
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    @field_validator("stream_options")
+    @classmethod
+    def _check_stream_options(cls, options: StreamOptions, request: ValidationInfo) -> StreamOptions:
+        if options.include_usage and not request.data.get("stream"):
+            raise ValueError("stream_options are read only with stream: true")
+        return options
+
+
+class ChatRequest(StreamedRequest):
     """Body of chat/completions: the fields that the service and the agent endpoint share."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
@@ -31,7 +55,6 @@ class ChatRequest(BaseModel):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     return_token_ids: bool = False
-    stream: bool = False
 
     def template_tools(self) -> list[dict[str, Any]]:
         """Tools to render into the prompt. Raises BadRequest or Unsupported."""
@@ -100,22 +123,6 @@ def first_field(errors: Iterable[Any]) -> str | None:
         parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
         return "".join(parts).removeprefix(".") or None
     return None
-
-
-def error_body(message: str, status: int, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """JSON body of an error in the OpenAI API; `param` is the field that it concerns."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "code": code, "param": param}}
-
-
-def error_code(error: TinsmithError) -> str | None:
-    """The OpenAI API's error code for `error`, if it has one."""
-    return "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-
-
-def error_param(error: TinsmithError) -> str | None:
-    """The field of the request that `error` concerns, if it names one."""
-    return error.field if isinstance(error, UserError) else None
 
 
 _NOT_IMPLEMENTED = "Remove the field: this server does not implement it."

@@ -1,4 +1,4 @@
-"""JSON as RFC 8259 has it: Python's parser accepts more, which then fails in chat templates and in responses."""
+"""JSON as RFC 8259 has it, read and written: Python takes more, which then fails in templates and in other programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 MAX_DEPTH = 100
 """Levels of objects and lists."""
 
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -27,8 +27,35 @@ def parse_json(text: str | bytes) -> Any:
     if text.count("[") + text.count("{") > MAX_DEPTH:
         _check_depth(value)
     if _SURROGATE.search(text):
-        _check_surrogates(value)
+        json_text(value)
     return value
+
+
+def json_text(value: Any) -> str:
+    """JSON text of a value. Raises ValueError, with the reason, for what `parse_json` does not read."""
+    _check_depth(value)
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    check_text(text)
+    return text
+
+
+def check_text(text: str) -> None:
+    """Raise ValueError for text that cannot be encoded as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ord(text[error.start])
+        raise ValueError(f"it holds \\u{half:04x}, which is half a surrogate pair") from None
+
+
+def encode_json(value: Any) -> str:
+    """Compact JSON text that can be encoded: half of a surrogate pair becomes a replacement character."""
+    return encodable(json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+
+
+def encodable(text: str) -> str:
+    """The text with a replacement character for each half of a surrogate pair."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -51,14 +78,6 @@ def _check_depth(value: Any) -> None:
         level = [part for part in parts if isinstance(part, dict | list)]
     if level:
         raise _too_deep()
-
-
-def _check_surrogates(value: Any) -> None:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise ValueError(f"it holds \\u{ord(half):04x}, which is half a surrogate pair") from None
 
 
 def _too_deep() -> ValueError:

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinsmith.chat.detokenizer import Detokenizer, TokenTexts
+from tinsmith.chat.detokenizer import Detokenizer, PythonTexts, TokenTexts
 from tinsmith.chat.rendering import render_template
 from tinsmith.errors import BadRequest, Unsupported
 
@@ -63,7 +63,7 @@ class Tokenizer:
     @cached_property
     def texts(self) -> TokenTexts:
         """Texts of single tokens."""
-        return TokenTexts(self._backend)
+        return token_texts(self.tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Raises BadRequest for an unpaired surrogate."""
@@ -165,6 +165,11 @@ class Tokenizer:
 def special_token_ids(tokenizer: Any) -> frozenset[int]:
     """Ids of the special tokens of a transformers tokenizer."""
     return frozenset(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+
+
+def token_texts(tokenizer: Any) -> TokenTexts:
+    """Texts of the single tokens of a transformers tokenizer."""
+    return TokenTexts(tokenizer.backend_tokenizer) if tokenizer.is_fast else PythonTexts(tokenizer)
 
 
 class TokenizerCache:

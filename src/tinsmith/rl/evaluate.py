@@ -39,7 +39,7 @@ class EvalSource(Settings):
     """Answers sampled for each task."""
     temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature; 0 is greedy."""
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_p: float | None = Field(default=None, ge=0, le=1)
     """Sample from the most likely tokens with this total probability."""
     top_k: int | None = Field(default=None, ge=-1)
     """Sample from this many most likely tokens; -1: all."""
@@ -66,8 +66,8 @@ class EvalConfig(Settings):
     """Answers sampled for each task. pass@k is reported for k = 1, 2, 4, … and this number."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0 is greedy."""
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    """Sample from the most likely tokens with this total probability; not set: as in training."""
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    """Sample from the most likely tokens with this total probability, 0: greedy; not set: as in training."""
     top_k: int | None = Field(default=None, ge=-1)
     """Sample from this many most likely tokens, -1: all; not set: as in training."""
     max_tokens: int | None = Field(default=None, ge=1)
@@ -89,9 +89,9 @@ class EvalConfig(Settings):
     @model_validator(mode="after")
     def _check_temperature(self) -> EvalConfig:
         for settings in (self, *map(self.of_source, self.sources)):
-            if settings.num_samples > 1 and settings.temperature == 0:
+            if settings.num_samples > 1 and (settings.temperature == 0 or settings.top_p == 0):
                 raise ValueError(
-                    "num_samples above 1 needs a temperature above 0, because greedy answers are identical"
+                    "num_samples above 1 needs a temperature and a top_p above 0, because greedy answers are identical"
                 )
         return self
 

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from tinsmith.chat.strict_json import check_text
+
 POLICY = "policy"
 """The role of workflows with a single role."""
 
@@ -98,6 +100,13 @@ class Message:
     """Further fields for the chat template, such as tool_calls and name."""
     images: tuple[tuple[int, Image], ...] = ()
     """Images in order, each with its position in `content`: the number of characters before it."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for half a surrogate pair, which neither a tokenizer nor a file of the run takes."""
+        try:
+            check_text(str(self.content))
+        except ValueError as error:
+            raise ValueError(f"the content of a message is no text: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

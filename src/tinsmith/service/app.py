@@ -9,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from tinsmith.chat.errors import as_tinsmith_error
 from tinsmith.chat.request import describe_errors
 from tinsmith.errors import TinsmithError
 from tinsmith.service.dependencies import Service
@@ -29,7 +30,7 @@ from tinsmith.service.routes import (
     sessions,
     training,
 )
-from tinsmith.service.wire.errors import as_tinsmith_error, error_json, error_response
+from tinsmith.service.wire.errors import error_json, error_response
 from tinsmith.service.wire.json_response import SafeJSONResponse
 
 log = logging.getLogger(__name__)

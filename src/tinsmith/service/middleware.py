@@ -13,11 +13,12 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tinsmith.chat.errors import ENDINGS, as_tinsmith_error
 from tinsmith.service.observability.logs import HttpLogContext
 from tinsmith.service.observability.metrics import Telemetry
 from tinsmith.service.sampling import Sampling
 from tinsmith.service.training.worker import Worker
-from tinsmith.service.wire.errors import ENDINGS, as_tinsmith_error, error_json, error_response
+from tinsmith.service.wire.errors import error_json, error_response
 
 SERVED_WHILE_DRAINING = (
     "retrieve_future",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from transformers.models.byt5.tokenization_byt5 import ByT5Tokenizer
 
 from tests.models import CHATML
+from tests.tokenizers import KINDS, save
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.rl.policy.chat import Chat, read_template
 from tinsmith.rl.types import Message, Turn
@@ -209,3 +211,42 @@ def test_tokens_before_the_loss_mask_are_the_prompt(tokenizer):
 def test_loss_mask_requires_a_final_assistant_message(tokenizer):
     with pytest.raises(UserError, match="must end with the assistant"):
         Chat(tokenizer).encode_with_loss_mask([ASK])
+
+
+def test_stop_string_may_hold_a_special_token(tokenizer):
+    chat = Chat(tokenizer)
+    tokens = spell(tokenizer, "a</answer><|im_end|>\nb")
+    assert chat.text(tokens, ("</answer><|im_end|>",)) == "a"
+    assert chat.text(tokens, ("<|im_end|>\nb",)) == "a</answer>"
+    assert chat.text(tokens, ("b", "</")) == "a"  # the first in the text, whatever their order
+    assert chat.text(tokens, ("</answer>\nb",)) == "a</answer>\nb"  # nor does the server stop there
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reply_text_is_what_the_tokenizer_decodes(kind, tmp_path):
+    tokenizer = save(kind, tmp_path, CHATML)
+    chat, ids = Chat(tokenizer), list(tokenizer.get_vocab().values())
+    replies = [
+        ids[:40],
+        ids[5:9] * 2,
+        [*ids[-3:], *ids[:3]],
+        [id for id in ids if "0xF0" in str(tokenizer.convert_ids_to_tokens(id))],
+    ]
+    for reply in replies:
+        visible = [token for token in reply if token not in tokenizer.all_special_ids]
+        expected = tokenizer.backend_tokenizer.decode(visible, skip_special_tokens=False) if visible else ""
+        assert chat.text(reply, None) == chat.text(reply, ("is not there",)) == expected
+        expected.encode()
+
+
+def test_reply_text_of_a_tokenizer_in_python():
+    tokenizer = ByT5Tokenizer()
+    chat, tokens = Chat(tokenizer), spell(tokenizer, "hé €.\nNo")
+    assert chat.text(tokens, None) == "hé €.\nNo"
+    assert chat.text(tokens, (".\n",)) == "hé €"
+    assert chat.decode(tokens[:3]) == "hé"
+
+
+def test_half_a_surrogate_pair_is_refused(tokenizer):
+    with pytest.raises(UserError, match=r"holds \\ud83d, which is half a surrogate pair"):
+        Chat(tokenizer).encode_text("a\ud83d")

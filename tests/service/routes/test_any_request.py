@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from tests.models import CHATML
 from tests.service.support import openapi
 from tests.service.support.answers import fault_of
+from tests.service.support.any_json import ANY_JSON, ANY_TEXT, DEEP, HUGE, Raw, changed, encode
 from tests.tokenizers import save
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
@@ -25,18 +25,6 @@ from tinsmith.service.embedded import embedded
 MODEL = "spm"
 FEW = settings(
     max_examples=25, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
-)
-
-ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=8)
-HUGE = st.sampled_from([2**31, 2**63, -(2**63) - 1, 10**30, int("9" * 4000), 1e308])
-SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), HUGE, st.floats(), ANY_TEXT)
-ANY_JSON = st.recursive(
-    SCALARS,
-    lambda part: st.one_of(st.lists(part, max_size=3), st.dictionaries(ANY_TEXT, part, max_size=3)),
-    max_leaves=6,
-)
-DEEP = st.sampled_from(["[" * 90 + "]" * 90, "[" * 3000 + "]" * 3000, '{"a":' * 2000 + "1" + "}" * 2000]).map(
-    lambda text: Raw(text)
 )
 
 CALL = {"id": "c", "type": "function", "function": {"name": "say", "arguments": '{"text": "a"}'}}
@@ -72,13 +60,6 @@ VALID: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Further fields of a valid body, by the end of the path."""
-
-
-@dataclass(frozen=True)
-class Raw:
-    """JSON text that Python does not write."""
-
-    text: str
 
 
 @dataclass
@@ -133,28 +114,6 @@ def bodies() -> list[tuple[str, dict[str, Any]]]:
         if not path.endswith("/finish"):
             listed.append((path, {**{name: name for name in kind.model_fields if name in ids}, **more}))
     return listed
-
-
-def changed(value: Any, new: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """The value with one part replaced by another, or with a key more."""
-    if isinstance(value, dict) and value:
-        parts = [changed(part, new).map(lambda part, key=key: {**value, key: part}) for key, part in value.items()]
-        more = st.tuples(ANY_TEXT, new).map(lambda pair: {**value, pair[0]: pair[1]})
-        return st.one_of(new, more, *parts)
-    if isinstance(value, list) and value:
-        return st.one_of(new, changed(value[0], new).map(lambda part: [part, *value[1:]]))
-    return new
-
-
-def encode(value: Any) -> bytes:
-    """JSON as a careless client writes it: NaN, halves of surrogate pairs."""
-    if isinstance(value, Raw):
-        return value.text.encode()
-    if isinstance(value, dict):
-        return b"{%b}" % b",".join(b"%b:%b" % (json.dumps(key).encode(), encode(part)) for key, part in value.items())
-    if isinstance(value, list):
-        return b"[%b]" % b",".join(map(encode, value))
-    return json.dumps(value).encode()
 
 
 @pytest.mark.parametrize("end", VALID)

@@ -15,13 +15,14 @@ import pytest
 
 from tests.service.support.answers import fault_of
 from tests.service.support.inprocess import Api, api
+from tinsmith.chat.errors import as_tinsmith_error
+from tinsmith.chat.strict_json import encode_json
 from tinsmith.errors import BadRequest, InternalError, TinsmithError
 from tinsmith.service.dependencies import Service
 from tinsmith.service.limits.parsing import LARGE_BYTES, Parsers
 from tinsmith.service.observability.metrics import Telemetry
 from tinsmith.service.openai import responses_api, routes
-from tinsmith.service.wire.errors import as_tinsmith_error, is_openai_path
-from tinsmith.service.wire.json_response import encode_json
+from tinsmith.service.wire.errors import is_openai_path
 
 SAY = {"model": "toy", "prompt": "ab", "max_tokens": 3}
 

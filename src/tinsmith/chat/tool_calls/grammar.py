@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tinsmith.chat.tool_calls.arguments import MAX_DEPTH, ToolCall, call_in, call_of, read_json
+from tinsmith.chat.strict_json import MAX_DEPTH, parse_json
+from tinsmith.chat.tool_calls.arguments import ToolCall, call_in, call_of
 from tinsmith.chat.tool_calls.formats import (
     ARGS,
     CALL_ID,
@@ -122,7 +123,7 @@ class Grammar:
         if end < 0:
             return None
         try:
-            value = read_json(self._reader.text[at:end])
+            value = parse_json(self._reader.text[at:end])
         except ValueError:
             return None
         entries = value if listed and isinstance(value, list) else [value]

@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tinsmith.chat.tool_calls.arguments import MAX_DEPTH
+from tinsmith.chat.strict_json import MAX_DEPTH
 
 T = TypeVar("T")
 Waiting = Generator[None, None, T]

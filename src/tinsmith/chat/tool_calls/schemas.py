@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tinsmith.chat.tool_calls.arguments import json_text, read_json
+from tinsmith.chat.strict_json import json_text, parse_json
 
 MAX_SCHEMAS = 200
 """Parts of a parameter's schema that are read; references may repeat a part without end."""
@@ -209,7 +209,7 @@ def _number(text: str) -> Iterator[float | int]:
 
 def _json(text: str) -> Iterator[Any]:
     try:
-        yield read_json(text)
+        yield parse_json(text)
     except ValueError:
         return
 
@@ -218,7 +218,7 @@ def _structures(text: str) -> Iterator[Any]:
     """The text as JSON, or as a literal of Python (`['a', True]`)."""
     yield from _json(text)
     try:
-        yield read_json(_PYTHON_TOKEN.sub(_json_token, text))
+        yield parse_json(_PYTHON_TOKEN.sub(_json_token, text))
     except ValueError:
         return
 

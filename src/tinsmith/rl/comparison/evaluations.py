@@ -22,6 +22,7 @@ from tinsmith.atomic import atomic_write
 from tinsmith.rl.comparison.statistics import PairedComparison, compare
 from tinsmith.rl.evaluate import is_right
 from tinsmith.rl.metrics import ERROR
+from tinsmith.rl.monitors.jsonl import read_floats, read_rollouts
 from tinsmith.rl.types import Group, Rollout
 
 
@@ -71,11 +72,11 @@ def results_of(groups: Sequence[Group], threshold: float) -> list[TaskResult]:
 def read_results(file: Path, threshold: float) -> list[TaskResult]:
     """The results that a run wrote in `rollouts/eval-STEP.jsonl`."""
     groups: list[tuple[str, list[Rollout]]] = []
-    for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+    for line in read_rollouts(file):
         if line["index"] == 0:
             groups.append((line["task"], []))
         rollout = Rollout.single((), line["reward"], correct=line.get("correct"), error=line["error"])
-        groups[-1][1].append(replace(rollout, metrics=line.get("metrics", {})))
+        groups[-1][1].append(replace(rollout, metrics=read_floats(line.get("metrics", {}))))
     return [_result(task, rollouts, threshold) for task, rollouts in groups]
 
 

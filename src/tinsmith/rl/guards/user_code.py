@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from types import FrameType
 from typing import Any, TypeVar
 
+from tinsmith.chat.strict_json import encodable
+
 MAX_LENGTH = 2000
 """Characters of the description of an error."""
 GRACE_SECONDS = 5.0
@@ -48,6 +50,7 @@ def describe(error: BaseException) -> str:
         text = str(error) if isinstance(error, Exited) else f"{type(error).__name__}: {error}"
     except Exception as failure:  # noqa: BLE001  user code: its __str__ may raise anything
         text = f"{type(error).__name__}, whose message raises {type(failure).__name__}"
+    text = encodable(text)
     return text if len(text) <= MAX_LENGTH else f"{text[:MAX_LENGTH]}… ({len(text)} characters)"
 
 

@@ -3,12 +3,13 @@
 metrics.jsonl has a JSON object per line, flushed after each line, so that it can be followed during the run.
 rollouts/train-000012.jsonl has a line per rollout of step 12; rollouts/eval-000012.jsonl has those of the evaluation
 after step 12. A line has the messages of the task, and for each turn, as `input`, the text that was sent before the
-reply: what the workflow, the chat template and the environment made of them.
+reply: what the workflow, the chat template and the environment made of them. Numbers that JSON has not are null.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -17,6 +18,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from tinsmith.chat.strict_json import encode_json
 from tinsmith.rl.monitors.base import Kind, Monitor, RunInfo
 from tinsmith.rl.types import Group, Rollout, Trajectory, Turn
 
@@ -35,17 +37,17 @@ class JsonlMonitor(Monitor):
 
     @override
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        self._metrics.write(json.dumps({"step": step, **values}) + "\n")
+        self._metrics.write(encode_json({"step": step, **_floats(values)}) + "\n")
 
     @override
     def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
         """Write the file of a step, over that of an earlier process that did not complete the step."""
         target = self._folder / f"{kind}-{step:06}.jsonl"
         temporary = target.with_suffix(".part")
-        with temporary.open("w", encoding="utf-8", errors="replace") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             for group in groups:
                 for index, rollout in enumerate(group.rollouts):
-                    file.write(json.dumps(self._line(step, group, index, rollout), ensure_ascii=False) + "\n")
+                    file.write(encode_json(self._line(step, group, index, rollout)) + "\n")
         temporary.replace(target)
 
     @property
@@ -67,7 +69,7 @@ class JsonlMonitor(Monitor):
             "messages": [{"role": message.role, "content": message.content} for message in task.messages],
             "answer": task.answer,
             "text": rollout.text,
-            "reward": float(rollout.reward),
+            "reward": _number(rollout.reward),
             "reward_parts": _floats(rollout.reward_parts),
             "correct": rollout.correct,
             "metrics": _floats(rollout.metrics),
@@ -79,7 +81,7 @@ class JsonlMonitor(Monitor):
     def _trajectory(self, trajectory: Trajectory) -> dict[str, Any]:
         return {
             "role": trajectory.role,
-            "reward": float(trajectory.reward),
+            "reward": _number(trajectory.reward),
             "trained": trajectory.trained,
             "turns": [
                 {
@@ -88,10 +90,10 @@ class JsonlMonitor(Monitor):
                     "stop": turn.stop,
                     "model": turn.model,
                     "version": turn.version,
-                    "reward": None if turn.reward is None else float(turn.reward),
+                    "reward": None if turn.reward is None else _number(turn.reward),
                     "prompt": turn.prompt,
                     "tokens": turn.tokens,
-                    "logprobs": turn.logprobs,
+                    "logprobs": [_number(p) for p in turn.logprobs],
                 }
                 for before, turn in zip((None, *trajectory.turns), trajectory.turns, strict=False)
             ],
@@ -113,13 +115,28 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
     """
     file = folder / "metrics.jsonl"
     rows: dict[int, dict[str, float]] = {}
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+    for line in file.read_bytes().split(b"\n") if file.exists() else ():
         with suppress(ValueError):  # a line that is being written
             row = json.loads(line)
-            rows.setdefault(row["step"], {}).update(row)
+            rows.setdefault(row["step"], {}).update(read_floats(row))
     return [rows[step] for step in sorted(rows)]
 
 
-def _floats(values: Mapping[str, float]) -> dict[str, float]:
+def read_rollouts(file: Path) -> list[dict[str, Any]]:
+    """Read the rollouts of a step."""
+    rows = [json.loads(line) for line in file.read_bytes().split(b"\n") if line]
+    return [{**row, **read_floats({"reward": row["reward"]})} for row in rows]
+
+
+def read_floats(values: Mapping[str, float | None]) -> dict[str, float]:
+    """Numbers of a line, with NaN for null."""
+    return {name: math.nan if value is None else value for name, value in values.items()}
+
+
+def _floats(values: Mapping[str, float]) -> dict[str, float | None]:
     """The values of workflows and rewards, which may be integers or numbers of numpy, as they are after a resume."""
-    return {name: float(value) for name, value in values.items()}
+    return {name: _number(value) for name, value in values.items()}
+
+
+def _number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

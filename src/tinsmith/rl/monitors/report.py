@@ -23,7 +23,7 @@ from tinsmith.plurals import counted
 from tinsmith.rl.monitors import timeline
 from tinsmith.rl.monitors.base import Kind, Monitor, RunInfo, roles_of
 from tinsmith.rl.monitors.charts import Curve, smooth, svg
-from tinsmith.rl.monitors.jsonl import read_metrics
+from tinsmith.rl.monitors.jsonl import read_metrics, read_rollouts
 from tinsmith.rl.types import Group
 from tinsmith.settings import Settings
 
@@ -232,8 +232,7 @@ def _first_by_task(file: Path) -> dict[str, dict[str, Any]]:
 
 def _lines(file: Path) -> list[dict[str, Any]]:
     """The rollouts of a file; those of version 0.1.0 have no trajectories."""
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return [{"trajectories": [], "correct": None, "termination": "done", **line} for line in lines]
+    return [{"trajectories": [], "correct": None, "termination": "done", **line} for line in read_rollouts(file)]
 
 
 def _settings(settings: Mapping[str, Any]) -> str:

@@ -9,7 +9,6 @@ that a client sends back stands for these tokens, so a conversation becomes one 
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import socket
 import time
@@ -19,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from tinsmith.chat.request import ChatRequest, error_body, error_code, error_param, parse_json_object, select_fields
-from tinsmith.errors import BadRequest, NotFound, TinsmithError, Unauthorized
+from tinsmith.chat.errors import ENDINGS, as_tinsmith_error, error_headers, openai_error, openai_error_of
+from tinsmith.chat.request import ChatRequest, parse_json_object, select_fields
+from tinsmith.chat.strict_json import encode_json
+from tinsmith.errors import BadRequest, TinsmithError, Unauthorized
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot
 from tinsmith.rl.policy.chat_session import MODEL, AgentChatRequest, ChatSession, invalid_request
 from tinsmith.rl.types import Turn
@@ -30,13 +31,14 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 def parse_request(body: bytes) -> AgentChatRequest:
     """The request in a body. Raises BadRequest, or Unsupported for a field that is not implemented."""
 
     def unknown(key: str) -> BadRequest:
-        return BadRequest(f"'{key}' is not a field of this request.", "Remove it.")
+        return BadRequest(f"'{key}' is not a field of this request.", "Remove it.", field=key)
 
     values = select_fields(parse_json_object(body), AgentChatRequest, unknown)
     try:
@@ -192,6 +194,7 @@ class AgentEndpoint:
 
     def _app(self) -> Starlette:
         from starlette.applications import Starlette
+        from starlette.middleware import Middleware
         from starlette.routing import Route
 
         return Starlette(
@@ -200,36 +203,26 @@ class AgentEndpoint:
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/{session}/v1/chat/completions", self._chat_completions, methods=["POST"]),
                 Route("/{session}/v1/models", self._models, methods=["GET"]),
-                Route("/{rest:path}", self._not_found, methods=["GET", "POST", "PUT", "DELETE"]),
-            ]
+            ],
+            middleware=[Middleware(_ErrorMiddleware)],
+            exception_handlers={TinsmithError: _on_error, 404: _on_unknown_path, 405: _on_other_method},
         )
 
     async def _chat_completions(self, http: Request) -> Response:
-        from starlette.responses import JSONResponse, Response
+        from starlette.responses import Response
 
-        try:
-            session = self._authenticate(http)
-            request = parse_request(await http.body())
-            response = await session.complete(request)
-        except TinsmithError as error:
-            return _error_response(error)
+        session = self._authenticate(http)
+        request = parse_request(await http.body())
+        response = await session.complete(request)
         if not request.stream:
-            return JSONResponse(response)
-        chunks = response_chunks(response, usage=bool(request.stream_options.get("include_usage")))
-        events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+            return _json_response(response)
+        chunks = response_chunks(response, usage=request.stream_options.include_usage)
+        events = [f"data: {encode_json(chunk)}\n\n" for chunk in chunks]
         return Response("".join(events) + "data: [DONE]\n\n", media_type="text/event-stream")
 
     async def _models(self, http: Request) -> Response:
-        from starlette.responses import JSONResponse
-
-        try:
-            self._authenticate(http)
-        except TinsmithError as error:
-            return _error_response(error)
-        return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "tinsmith"}]})
-
-    async def _not_found(self, http: Request) -> Response:
-        return _error_response(NotFound(f"There is no route {http.url.path}.", "Call chat/completions or models."))
+        self._authenticate(http)
+        return _json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "tinsmith"}]})
 
     def _authenticate(self, http: Request) -> AgentSession:
         """The session of a request. Raises Unauthorized for a wrong key, and for a rollout that has ended."""
@@ -266,9 +259,54 @@ class _Service:
         await self._task
 
 
-def _error_response(error: TinsmithError) -> Response:
-    from starlette.responses import JSONResponse
+class _ErrorMiddleware:
+    """ASGI middleware: answers exceptions that nothing handled."""
 
-    return JSONResponse(
-        error_body(str(error), error.status, error_code(error), error_param(error)), status_code=error.status
-    )
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from starlette.requests import ClientDisconnect
+
+        has_started = False
+
+        async def watch(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        except ClientDisconnect:
+            return
+        except ENDINGS:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the last that sees it: uvicorn would answer in plain text
+            response = _error_response(error)
+            if not has_started:
+                await response(scope, receive, send)
+
+
+def _json_response(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    from starlette.responses import Response
+
+    return Response(encode_json(body), status, headers, media_type="application/json")
+
+
+def _error_response(error: BaseException) -> Response:
+    failure = as_tinsmith_error(error, "A request of an agent", log_name="log.txt of the run folder")
+    return _json_response(openai_error_of(failure), failure.status, error_headers(failure))
+
+
+async def _on_error(_: Request, error: Exception) -> Response:
+    return _error_response(error)
+
+
+async def _on_unknown_path(http: Request, _: Exception) -> Response:
+    message = f"There is no route {http.url.path}. Call chat/completions or models."
+    return _json_response(openai_error(message, 404), 404)
+
+
+async def _on_other_method(http: Request, _: Exception) -> Response:
+    message = f"{http.url.path} does not take {http.method}. Send POST to chat/completions, GET to models."
+    return _json_response(openai_error(message, 405), 405)

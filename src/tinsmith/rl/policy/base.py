@@ -78,8 +78,8 @@ class SamplingConfig(Settings):
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature; 0 is greedy. At 1 the sampler draws from the policy that is trained; for other values see
     algorithm.old_logprobs."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling: sample from the most likely tokens with this total probability."""
+    top_p: float = Field(default=1.0, ge=0, le=1)
+    """Nucleus sampling: sample from the most likely tokens with this total probability; 0 is greedy."""
     top_k: int = Field(default=-1, ge=-1)
     """Sample from this many most likely tokens; -1: all."""
     stop: tuple[str | StrictInt, ...] | None = None
@@ -91,12 +91,19 @@ class SamplingConfig(Settings):
     def _check_stop(cls, stop: tuple[str | int, ...] | None) -> tuple[str | int, ...] | None:
         if stop and len({type(text_or_token) for text_or_token in stop}) > 1:
             raise ValueError("stop takes strings or token ids, not both")
+        if stop and "" in stop:
+            raise ValueError("a stop string is empty: give text")
         return stop
 
     def max_reply(self, prompt_tokens: int) -> int:
         """Maximum number of tokens of a reply to a prompt of this length."""
         room = self.max_tokens if self.max_total_tokens is None else self.max_total_tokens - prompt_tokens
         return min(self.max_tokens, room)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether equal prompts get equal replies."""
+        return self.temperature == 0 or self.top_p == 0
 
     @property
     def restricts(self) -> bool:

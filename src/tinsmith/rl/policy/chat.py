@@ -14,10 +14,13 @@ from typing import Any, Protocol
 
 from typing_extensions import override
 
+from tinsmith.chat.choice_decoder import ChoiceDecoder, StopStrings
+from tinsmith.chat.detokenizer import Detokenizer, TokenTexts
 from tinsmith.chat.rendering import in_form, render_template
+from tinsmith.chat.strict_json import check_text
 from tinsmith.chat.templates import NAMES, chat_template
-from tinsmith.chat.tokenizer import special_token_ids
-from tinsmith.errors import ConfigError, Unsupported, UserError
+from tinsmith.chat.tokenizer import special_token_ids, token_texts
+from tinsmith.errors import BadRequest, ConfigError, Unsupported, UserError
 from tinsmith.rl.policy.images import ImageEncoder
 from tinsmith.rl.types import EncodedPrompt, Image, Message, Turn
 
@@ -221,29 +224,39 @@ class Chat(ChatCodec):
 
     @override
     def encode_text(self, text: str) -> list[int]:
-        """Token ids of plain text, without special tokens."""
+        """Token ids of plain text, without special tokens. Raises BadRequest for half a surrogate pair."""
+        try:
+            check_text(text)
+        except ValueError as error:
+            raise BadRequest(f"A text cannot be encoded: {error}.", "Give Unicode text.") from error
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     @override
     def text(self, tokens: Sequence[int], stop: Sequence[str | int] | None, keep: Sequence[str] = ()) -> str:
         """Text of a reply up to a stop string, without special tokens other than those in `keep`."""
         hidden = self._special_ids - {self._tokenizer.convert_tokens_to_ids(token) for token in keep}
-        visible = [token for token in tokens if token not in hidden]
-        text = self._tokenizer.decode(visible, skip_special_tokens=False)
-        for stop_string in stop or ():
-            if isinstance(stop_string, str) and stop_string in text:
-                return text[: text.index(stop_string)]
-        return text
+        stops = [text for text in stop or () if isinstance(text, str)]
+        if not stops:
+            return self._texts.decode([token for token in tokens if token not in hidden])
+        decoder = ChoiceDecoder(
+            detokenizer=Detokenizer(self._texts, hidden),
+            stops=StopStrings(stops, Detokenizer(self._texts, has_begun=True)),
+        )
+        return decoder.feed(tokens).text + decoder.end().text
 
     @override
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens, special tokens included; an image is one placeholder."""
         shown = list(tokens) if self._images is None else self._images.shortened(tokens)
-        return str(self._tokenizer.decode(shown, skip_special_tokens=False))
+        return self._texts.decode(shown)
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
         return special_token_ids(self._tokenizer)
+
+    @cached_property
+    def _texts(self) -> TokenTexts:
+        return token_texts(self._tokenizer)
 
     def _encode(self, conversation: Messages, tools: Sequence[Mapping[str, Any]]) -> EncodedPrompt:
         text = self._render(conversation, tools)

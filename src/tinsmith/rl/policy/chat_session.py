@@ -16,7 +16,8 @@ from pydantic import Field, ValidationError
 from tinsmith.chat.images import read_data_url
 from tinsmith.chat.messages import parse_messages
 from tinsmith.chat.rendering import content_text
-from tinsmith.chat.request import ChatRequest, describe_errors
+from tinsmith.chat.request import ChatRequest, describe_errors, first_field
+from tinsmith.chat.strict_json import parse_json
 from tinsmith.chat.tool_calls.formats import ToolCallFormat, marker_texts, tool_call_format
 from tinsmith.chat.tool_calls.parser import parse_reply
 from tinsmith.errors import BadRequest, UserError
@@ -38,7 +39,6 @@ class AgentChatRequest(ChatRequest):
     top_k: int | None = None
     stop: str | list[str] | None = None
     top_logprobs: int = Field(0, ge=0, le=0)
-    stream_options: dict[str, Any] = Field(default_factory=dict)
 
     def sampling(self, defaults: SamplingConfig) -> SamplingConfig:
         """The run's settings with those of the request on top. Raises BadRequest."""
@@ -46,7 +46,7 @@ class AgentChatRequest(ChatRequest):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
-            "max_tokens": self.max_completion_tokens or self.max_tokens,
+            "max_tokens": self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             "stop": (self.stop,) if isinstance(self.stop, str) else self.stop,
         }
         changed = {key: value for key, value in overrides.items() if value is not None}
@@ -58,7 +58,9 @@ class AgentChatRequest(ChatRequest):
 
 def invalid_request(error: ValidationError) -> BadRequest:
     """The error for a request whose fields do not validate."""
-    return BadRequest(f"The request is invalid: {describe_errors(error.errors())}", "Correct or remove the field.")
+    errors = error.errors()
+    message = f"The request is invalid: {describe_errors(errors)}"
+    return BadRequest(message, "Correct or remove the field.", field=first_field(errors))
 
 
 class ChatSession:
@@ -241,6 +243,6 @@ def _parsed_calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
         arguments = function["arguments"]
         if isinstance(arguments, str):
             with suppress(ValueError):  # arguments that are not JSON are compared as text
-                arguments = json.loads(arguments or "{}")
+                arguments = parse_json(arguments or "{}")
         calls.append({"function": {"name": function["name"], "arguments": arguments}})
     return calls

@@ -119,8 +119,8 @@ class ScriptedSnapshot(Snapshot):
         logprobs = _log_softmax(self._logits / (sampling.temperature or 1.0))
         tokens = _tokens(prompt)
         check_prompt_length(tokens, sampling)
-        if sampling.temperature:
-            choices = np.random.default_rng(seed).choice(len(logprobs), size=count, p=np.exp(logprobs))
+        if not sampling.is_greedy:
+            choices = np.random.default_rng(abs(seed)).choice(len(logprobs), size=count, p=np.exp(logprobs))
         else:
             choices = np.full(count, int(np.argmax(self._logits)))
         return tuple(self._turn(tokens, int(reply), logprobs, sampling) for reply in choices)

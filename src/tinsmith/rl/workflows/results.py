@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tinsmith.chat.strict_json import check_text, encodable
 from tinsmith.plurals import counted
 from tinsmith.rl.guards.user_code import MAX_LENGTH
 from tinsmith.rl.rewards.base import as_number
@@ -30,7 +31,7 @@ def _checked(rollout: Any) -> Rollout:
     if not isinstance(rollout, Rollout):
         return Rollout(error=f"the workflow returned a {type(rollout).__name__} instead of a Rollout")
     if rollout.error:
-        return replace(rollout, error=str(rollout.error)[:MAX_LENGTH])
+        return replace(rollout, error=encodable(str(rollout.error))[:MAX_LENGTH])
     try:
         plain = replace(
             rollout,
@@ -40,7 +41,8 @@ def _checked(rollout: Any) -> Rollout:
             correct=None if rollout.correct is None else bool(rollout.correct),
         )
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
-        return Rollout(error=f"the workflow returned a wrong rollout: {error}"[:MAX_LENGTH], termination="error")
+        message = encodable(f"the workflow returned a wrong rollout: {error}")
+        return Rollout(error=message[:MAX_LENGTH], termination="error")
     return note_truncation(fail_if_not_finite(plain))
 
 
@@ -54,8 +56,18 @@ def _plain_turn(turn: Turn) -> Turn:
         ids = np.asarray(tokens)
         if ids.ndim != 1 or (ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0)):
             raise ValueError(f"{name} of a turn must be token ids")
+    _check_text("the text of a turn", turn.text)
     return turn if turn.reward is None else replace(turn, reward=as_number(turn.reward, "reward of a turn"))
 
 
 def _plain_numbers(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
+    for name in values:
+        _check_text(f"the name of a {kind}", str(name))
     return {str(name): as_number(value, f"{kind} {name}") for name, value in values.items()}
+
+
+def _check_text(place: str, text: str) -> None:
+    try:
+        check_text(text)
+    except ValueError as error:
+        raise ValueError(f"{place} is no text: {error}") from error

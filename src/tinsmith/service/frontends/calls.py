@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 
+from tinsmith.chat.errors import as_tinsmith_error
 from tinsmith.errors import InternalError, TinsmithError
 from tinsmith.service.frontends.messages import (
     BodyPart,
@@ -18,7 +19,7 @@ from tinsmith.service.frontends.messages import (
     ResponseStart,
 )
 from tinsmith.service.wire.decoding import DECODED
-from tinsmith.service.wire.errors import as_tinsmith_error, error_response
+from tinsmith.service.wire.errors import error_response
 
 UNWRITTEN_PARTS = 8
 """Parts of a response that may be on their way: a client that reads slowly must not fill the core's memory."""

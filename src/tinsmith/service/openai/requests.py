@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tinsmith.chat.choice_decoder import ChoiceDecoder, StopStrings
 from tinsmith.chat.rendering import content_text
 from tinsmith.chat.request import PromptTooLong
 from tinsmith.chat.tokenizer import Tokenizer
@@ -21,7 +22,7 @@ from tinsmith.engine.validation import did_you_mean
 from tinsmith.errors import BadRequest, NotFound, Unsupported
 from tinsmith.service.dependencies import Service
 from tinsmith.service.openai.images import place_images
-from tinsmith.service.openai.sampling import ChoiceDecoder, SampleCalls, StopStrings
+from tinsmith.service.openai.sampling import SampleCalls
 from tinsmith.service.openai.schemas import ChatBody, CompletionBody, OutputOptions, SamplingOptions, naming
 from tinsmith.service.storage.records import Checkpoint, Model, SamplingSession
 from tinsmith.service.training.worker import Worker

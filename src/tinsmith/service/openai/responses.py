@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from tinsmith.chat.choice_decoder import ChoiceDecoder, FinishReason, TextDelta
+from tinsmith.chat.errors import ENDINGS, as_tinsmith_error, openai_error_of
+from tinsmith.chat.strict_json import encode_json
 from tinsmith.engine.base import SampledSequence, SampleResult, SequenceDelta, TopK
 from tinsmith.service.openai.requests import PreparedRequest
-from tinsmith.service.openai.sampling import ChoiceDecoder, FinishReason, SampleEvent, TextDelta
-from tinsmith.service.wire.errors import ENDINGS, as_tinsmith_error, openai_error_of
-from tinsmith.service.wire.json_response import encode_json
+from tinsmith.service.openai.sampling import SampleEvent
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON has no number for."""

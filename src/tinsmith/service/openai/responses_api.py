@@ -9,6 +9,8 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from tinsmith.chat.errors import ENDINGS, as_tinsmith_error
+from tinsmith.chat.strict_json import encode_json
 from tinsmith.engine.base import SampleResult
 from tinsmith.errors import BadRequest, UserError
 from tinsmith.service.openai.requests import PreparedRequest, new_id
@@ -16,8 +18,6 @@ from tinsmith.service.openai.response_items import call_item, chat_messages, cha
 from tinsmith.service.openai.responses import ChoiceDelta, StreamTotals, choice_deltas, sampled_tokens, whole_choice
 from tinsmith.service.openai.sampling import SampleEvent
 from tinsmith.service.openai.schemas import ChatBody, Name
-from tinsmith.service.wire.errors import ENDINGS, as_tinsmith_error
-from tinsmith.service.wire.json_response import encode_json
 from tinsmith.service.wire.schemas import WireModel, invalid_body
 
 _RESPONSES_FIELDS = {

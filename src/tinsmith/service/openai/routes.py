@@ -15,6 +15,7 @@ from fastapi import APIRouter, Depends, Header, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from tinsmith.chat.choice_decoder import TextDelta
 from tinsmith.engine.base import SampledSequence, SampleRequest, SampleResult
 from tinsmith.routed_experts import to_payload
 from tinsmith.service.dependencies import Service, ServiceDep
@@ -44,7 +45,7 @@ from tinsmith.service.openai.responses import (
     whole_choice,
 )
 from tinsmith.service.openai.responses_api import ResponsesBody, naming_fields, response_events, whole_response
-from tinsmith.service.openai.sampling import SampleCalls, TextDelta, sample_all, stream_samples
+from tinsmith.service.openai.sampling import SampleCalls, sample_all, stream_samples
 from tinsmith.service.openai.schemas import ChatBody, CompletionBody, GenerateBody, GenerateParams, naming, parse_exact
 from tinsmith.service.results.routed_experts import recorded_experts
 from tinsmith.service.wire.json_response import SafeJSONResponse

@@ -11,25 +11,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field
 
-from tinsmith.chat.request import ChatRequest, parse_json_object, select_fields
+from tinsmith.chat.request import ChatRequest, StreamedRequest, parse_json_object, select_fields
 from tinsmith.engine.validation import did_you_mean
 from tinsmith.errors import BadRequest, TooLarge, UserError
 from tinsmith.service.wire.schemas import Numbers, WireModel, parse
 
 Name = Annotated[str, Field(max_length=1024)]
 """A name of weights, such as BASE;tinker://RUN/KIND/NAME."""
-
-
-class StreamOptions(WireModel):
-    """stream_options."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    include_usage: bool = False
-    include_obfuscation: Literal[False] = False
-    continuous_usage_stats: Literal[False] = False
 
 
 class SamplingOptions(WireModel):
@@ -52,21 +42,12 @@ class SamplingOptions(WireModel):
         return (self.stop,) if isinstance(self.stop, str) else self.stop
 
 
-class OutputOptions(SamplingOptions):
+class OutputOptions(SamplingOptions, StreamedRequest):
     """The model to sample from, and the form of the response."""
 
     model: Name
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-
-    @field_validator("stream_options")
-    @classmethod
-    def _check_stream_options(cls, options: StreamOptions, request: ValidationInfo) -> StreamOptions:
-        if options.include_usage and not request.data.get("stream"):
-            raise ValueError("stream_options are read only with stream: true")
-        return options
 
 
 class ChatBody(ChatRequest, OutputOptions):

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from starlette.responses import JSONResponse
 from typing_extensions import override
 
-
-def encode_json(value: Any) -> str:
-    """Compact JSON that can be encoded: half of a surrogate pair becomes a replacement character."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+from tinsmith.chat.strict_json import encode_json
 
 
 class SafeJSONResponse(JSONResponse):

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tokenizers import KINDS
+from tinsmith.chat.choice_decoder import ChoiceDecoder, StopStrings
 from tinsmith.chat.detokenizer import Detokenizer, TokenTexts
 from tinsmith.chat.tokenizer import Tokenizer, load_tokenizer
 from tinsmith.chat.tool_calls.formats import ToolCallFormat
 from tinsmith.chat.tool_calls.parser import ToolCallParser
-from tinsmith.service.openai.sampling import ChoiceDecoder, StopStrings
 
 
 @pytest.fixture(scope="module")
