@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tinsmith.chat.tokenizer import Tokenizer, load_tokenizer
+from tinsmith.chat import tokenizer as tokenizer_module
+from tinsmith.chat.tokenizer import Tokenizer, TokenizerCache, load_tokenizer
 from tinsmith.errors import BadRequest, Unsupported
 
 TEXT = "Grüße, 日本語 and 😀😀: done"
@@ -77,3 +80,29 @@ def test_rendering_does_not_import_torch(tiny_llama: Path):
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_tokenizers_are_loaded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    both_wait = threading.Event()
+    loading: list[str] = []
+    most: list[int] = []
+
+    def load(name: str, _source: str) -> Tokenizer:
+        loading.append(name)
+        both_wait.wait()
+        most.append(len(loading))
+        loading.remove(name)
+        return load_tokenizer(name, "characters:128")
+
+    monkeypatch.setattr(tokenizer_module, "load_tokenizer", load)
+
+    async def main() -> list[Tokenizer]:
+        cache = TokenizerCache()
+        waiting = asyncio.gather(cache.get("a", "one"), cache.get("b", "two"))
+        for _ in range(1000):  # turns in which the other one could begin
+            await asyncio.sleep(0)
+        both_wait.set()
+        return await waiting
+
+    assert [tokenizer.name for tokenizer in asyncio.run(main())] == ["a", "b"]
+    assert most == [1, 1]

@@ -177,13 +177,18 @@ class TokenizerCache:
 
     def __init__(self) -> None:
         self._loading: dict[str, asyncio.Task[Tokenizer]] = {}
+        self._turn = asyncio.Lock()
 
     async def get(self, name: str, source: str) -> Tokenizer:
         """The tokenizer of the model `name`, read from `source`. Raises Unsupported."""
         task = self._loading.get(source)
         if task is None or (task.done() and task.exception() is not None):
-            task = self._loading[source] = asyncio.create_task(asyncio.to_thread(load_tokenizer, name, source))
+            task = self._loading[source] = asyncio.create_task(self._load(name, source))
         return await asyncio.shield(task)
+
+    async def _load(self, name: str, source: str) -> Tokenizer:
+        async with self._turn:  # transformers' lazy modules cannot be imported by several threads at once
+            return await asyncio.to_thread(load_tokenizer, name, source)
 
 
 def load_tokenizer(name: str, source: str) -> Tokenizer:
