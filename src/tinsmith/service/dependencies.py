@@ -22,6 +22,7 @@ from tinsmith.service.base_models import BaseModels
 from tinsmith.service.budgets.disk import DiskMonitor
 from tinsmith.service.checkpoints import CheckpointCopies, Checkpoints
 from tinsmith.service.config import ServeConfig
+from tinsmith.service.engines.queue_view import QueueEntry
 from tinsmith.service.limits.bodies import SMALL_BYTES, LargeBodies, prompt_limit, read_body
 from tinsmith.service.limits.connections import AddressCounts
 from tinsmith.service.limits.parsing import Parsers
@@ -142,6 +143,15 @@ class Service:
         if base_model not in self.workers:
             raise NotFound(f"Base model {base_model} is not served here.", did_you_mean(base_model, self.workers))
         return self.workers[base_model]
+
+    def queues(self) -> list[tuple[Worker, str, list[QueueEntry]]]:
+        """The queues of each worker by name, "training" and "sampling": all unfinished requests of all tenants."""
+        distinct = {id(worker): worker for worker in self.workers.values()}  # several served names may share a worker
+        return [
+            (worker, name, entries)
+            for worker in distinct.values()
+            for name, entries in (("training", worker.queue()), ("sampling", self.sampling.queue(worker.host)))
+        ]
 
     async def tokenizer(self, base_model: str, card: ModelCard) -> Tokenizer:
         """The tokenizer of a base model. Raises Unsupported if it has none."""

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from tinsmith.engine.base import OnDelta, SampleRequest, SampleResult
 from tinsmith.engine.interface import Engine
 from tinsmith.errors import Busy, EngineDied, EngineError, Gone, TinsmithError
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.concurrency import gather_or_cancel, run_in_thread_if_large
+from tinsmith.service.engines.admission import AdmissionQueue, Ticket
 from tinsmith.service.engines.host import MAX_DEATH_POINTS, MAX_ENGINE_DEATHS, OWN_DEATH, EngineHost, death_points
+from tinsmith.service.engines.queue_view import QueueEntry, QueueView
 from tinsmith.service.observability.metrics import Telemetry
 from tinsmith.service.results.futures import Futures
 from tinsmith.service.results.routed_experts import RecentRoutedExperts
@@ -28,7 +33,7 @@ from tinsmith.service.tenancy.quotas import QuotaEnforcer
 from tinsmith.service.training.worker import Worker
 from tinsmith.service.wire.protobuf import encode_sampled
 from tinsmith.service.wire.provenance import SequenceRegistry
-from tinsmith.service.wire.sample_request import AsampleRequest
+from tinsmith.service.wire.sample_request import AsampleRequest, SparseLayout
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +43,37 @@ LOST = FutureResult(
 
 ALONE_POINTS = MAX_DEATH_POINTS - OWN_DEATH
 """Points of engine deaths from which a sample runs by itself."""
+
+
+@dataclass(slots=True, eq=False)
+class UnfinishedSample:
+    """An accepted sampling request without a result."""
+
+    owner: str
+    base_model: str
+    request: SampleRequest
+    sampler: SamplingSession | None
+    """None for a completion, whose client waits on the connection."""
+    task: asyncio.Task[Any] = field(init=False)
+    since: float = field(default_factory=time.monotonic)
+    parts: Sequence[SampleRequest] = ()
+    """What the admission queue is given; empty before that."""
+    has_sampled: bool = False
+    """Whether only its result remains to be encoded."""
+
+    def entry(self, admission: AdmissionQueue, tickets: Mapping[str, Ticket], now: float) -> QueueEntry:
+        """The row that shows it, with the cache tokens of what has not ended."""
+        own = [tickets[part.request_id] for part in self.parts if part.request_id in tickets]
+        tokens = sum(ticket.tokens for ticket in own) or admission.reserve(self.request)
+        return QueueEntry(
+            request_id=self.request.request_id,
+            owner=self.owner,
+            model_id=self.sampler.id if self.sampler is not None else self.request.version or self.base_model,
+            kind="sample" if self.sampler is not None else "completion",
+            tokens=0 if self.has_sampled else tokens,
+            running=self.has_sampled or any(ticket.admitted for ticket in own),
+            waited_s=now - self.since,
+        )
 
 
 @dataclass(slots=True)
@@ -129,7 +165,8 @@ class Sampling:
         self._telemetry = telemetry
         self._sequences = sequences
         self.routed_experts = RecentRoutedExperts(self._owner_of)
-        self._running: dict[str, asyncio.Task[None] | asyncio.Task[SampleResult]] = {}
+        self._running: dict[str, UnfinishedSample] = {}
+        self._views = WeakKeyDictionary[EngineHost, QueueView]()
         self._clients: Counter[str] = Counter()
         """Clients that joined each sampling session."""
         self._crash_isolation = CrashIsolation()
@@ -162,9 +199,10 @@ class Sampling:
             self._futures.open(request_id, sampler.owner, stored=False, logged=True)
         self._telemetry.request_accepted(request_id, sampler.owner, "sample", sampler.base_model)
         asample = replace(asample, request=replace(asample.request, request_id=request_id))
-        task = asyncio.create_task(self._run(sampler, asample))
-        self._running[request_id] = task
-        task.add_done_callback(lambda _: self._running.pop(request_id, None))
+        sample = UnfinishedSample(sampler.owner, sampler.base_model, asample.request, sampler)
+        self._running[request_id] = sample
+        sample.task = asyncio.create_task(self._run(sample, asample.layout))
+        sample.task.add_done_callback(lambda _: self._running.pop(request_id, None))
 
     def start(
         self, owner: str, base_model: str, request: SampleRequest, on_delta: OnDelta | None = None
@@ -175,8 +213,9 @@ class Sampling:
         """
         reservation = ExitStack()
         reservation.enter_context(self._quota.reserve_request(owner, len(request.prompt)))
-        task = asyncio.create_task(self._sample(owner, base_model, request, on_delta))
-        self._running[request.request_id] = task
+        sample = UnfinishedSample(owner, base_model, request, None)
+        self._running[request.request_id] = sample
+        sample.task = task = asyncio.create_task(self._sample(sample, on_delta))
         self._telemetry.request_accepted(request.request_id, owner, "completion", base_model)
         task.add_done_callback(lambda done: self._record_end(request, done))
         task.add_done_callback(lambda _: reservation.close())
@@ -184,13 +223,14 @@ class Sampling:
 
     async def cancel(self, request_id: str) -> bool:
         """Cancel a sample here and in the engine; its future fails. False if it is not running."""
-        task = self._running.get(request_id)
-        if task is None:
+        sample = self._running.get(request_id)
+        if sample is None:
             return False
-        result = FutureResult.failure(Gone(f"Request {request_id} was cancelled."))
+        text = f"Request {request_id} was cancelled."
+        result = FutureResult.failure(Gone(text))
         self._futures.resolve(request_id, result)
         self._telemetry.request_finished(request_id, result)
-        task.cancel()
+        sample.task.cancel(text)
         return True
 
     async def cancel_session(self, session_id: str) -> None:
@@ -222,26 +262,46 @@ class Sampling:
     async def drain(self) -> None:
         """Wait until nothing runs."""
         if self._running:
-            await asyncio.wait(self._running.values())
+            await asyncio.wait([sample.task for sample in self._running.values()])
 
     async def close(self) -> None:
         """Abandon the running samples."""
-        for task in list(self._running.values()):
-            task.cancel()
+        for sample in list(self._running.values()):
+            sample.task.cancel()
+
+    # The queue.
+
+    def queue(self, host: EngineHost) -> list[QueueEntry]:
+        """The samples of an engine without a result, in the order in which they are expected to end."""
+        return self._view(host).entries()
+
+    def queue_entry(self, host: EngineHost, request_id: str) -> QueueEntry | None:
+        """A sample's entry of the queue a moment ago; None if it was not there."""
+        return self._view(host).find(request_id)
+
+    def _view(self, host: EngineHost) -> QueueView:
+        if host not in self._views:
+            names, admission = host.names, host.admission_queue  # the view must not keep the host
+            self._views[host] = QueueView(lambda now: self._entries(names, admission, now), admission.throughput)
+        return self._views[host]
+
+    def _entries(self, names: Collection[str], admission: AdmissionQueue, now: float) -> Iterator[QueueEntry]:
+        tickets = admission.tickets()
+        for sample in self._running.values():
+            if sample.base_model in names:
+                yield sample.entry(admission, tickets, now)
 
     # Running one request.
 
-    async def _run(self, sampler: SamplingSession, asample: AsampleRequest) -> None:
+    async def _run(self, sample: UnfinishedSample, layout: SparseLayout | None) -> None:
         """Sample, encode and resolve the future."""
-        request = asample.request
+        request = sample.request
         tokens: dict[str, int] = {}
         try:
-            sampled = await self._sample(sampler.owner, sampler.base_model, request, sampler=sampler)
+            sampled = await self._sample(sample)
             self._telemetry.requests_ran([request.request_id])
             tokens = _token_counts(request, sampled)
-            body = await run_in_thread_if_large(
-                _result_bytes(request, sampled), encode_sampled, sampled, asample.layout
-            )
+            body = await run_in_thread_if_large(_result_bytes(request, sampled), encode_sampled, sampled, layout)
             result = FutureResult(body=body, media=PROTOBUF)
             lengths = [len(sequence.tokens) for sequence in sampled.sequences]
             self._sequences.record(request.request_id, sampled.prompt_tokens or len(request.prompt), lengths)
@@ -257,25 +317,21 @@ class Sampling:
         self._futures.resolve(request.request_id, result)
         self._telemetry.request_finished(request.request_id, result, tokens)
 
-    async def _sample(
-        self,
-        owner: str,
-        base_model: str,
-        request: SampleRequest,
-        on_delta: OnDelta | None = None,
-        sampler: SamplingSession | None = None,
-    ) -> SampleResult:
+    async def _sample(self, sample: UnfinishedSample, on_delta: OnDelta | None = None) -> SampleResult:
         """Sample the parts of a request once the admission queue lets each in."""
-        worker = self._workers[base_model]
-        request = replace(request, cache_scope=owner)
-        isolation = self._crash_isolation.isolate(worker.host, sampler.id if sampler else base_model, request)
-        parts = worker.host.admission_queue.parts(request)
+        worker, sampler = self._workers[sample.base_model], sample.sampler
+        request = replace(sample.request, cache_scope=sample.owner)
+        isolation = self._crash_isolation.isolate(worker.host, sampler.id if sampler else sample.base_model, request)
         in_use = self._checkpoints.use.sampling(request.version if sampler is None else sampler.version)
         async with in_use, isolation as attempt:
+            sample.parts = worker.host.admission_queue.parts(request)
             sampled = _joined(
-                await gather_or_cancel(self._sample_part(worker, part, on_delta, sampler, attempt) for part in parts)
+                await gather_or_cancel(
+                    self._sample_part(worker, part, on_delta, sampler, attempt) for part in sample.parts
+                )
             )
-        self._quota.charge(owner, sum(len(sequence.tokens) for sequence in sampled.sequences))
+            sample.has_sampled = True
+        self._quota.charge(sample.owner, sum(len(sequence.tokens) for sequence in sampled.sequences))
         return sampled
 
     async def _sample_part(

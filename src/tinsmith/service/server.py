@@ -34,6 +34,7 @@ from tinsmith.service.config import ServeConfig
 from tinsmith.service.dependencies import Service, server_key
 from tinsmith.service.engines.clusters import engine_factory, transfer_of
 from tinsmith.service.engines.host import EngineFactory, EngineHost, starting_after
+from tinsmith.service.engines.queue_view import QueueEntry
 from tinsmith.service.frontends.serving import Shutdown, http_server, listen
 from tinsmith.service.limits.bodies import LargeBodies
 from tinsmith.service.limits.connections import AddressCounts
@@ -171,7 +172,9 @@ def _assemble(
     workers = (base_models := BaseModels(store, config.data, make_worker)).workers
     connections = AddressCounts(config.connections_per_address)
     bodies = LargeBodies()
-    gauges = partial(_gauges, store, workers, disk, journal, connections, bodies, futures)
+    gauges = partial(
+        _gauges, store, workers, disk, journal, connections, bodies, futures, lambda host: sampling.queue(host)
+    )
     telemetry = Telemetry(gauges, _on_finished(audit_log, spans))
     base_models.configure({name: source for source, names in config.sources().items() for name in names})
     sampling = Sampling(store, futures, checkpoints, quotas, workers, config.queued_samples, telemetry, sequences)
@@ -237,13 +240,14 @@ def _gauges(
     connections: AddressCounts,
     bodies: LargeBodies,
     futures: Futures,
+    samples: Callable[[EngineHost], list[QueueEntry]],
 ) -> Iterator[Metric]:
     distinct = {worker.host.names[0]: worker for worker in workers.values()}
     yield from record_gauges(store)
     yield from storage_gauges(store)
     yield from engine_gauges(worker.host for worker in distinct.values())
     yield from disk_gauges(disk, store, journal.size_bytes)
-    yield from queue_gauges(distinct.values())
+    yield from queue_gauges(distinct.values(), samples)
     yield from http_gauges(len(connections), bodies.held_bytes, futures.result_bytes)
     yield from memory_gauges({name: worker.memory_use() for name, worker in distinct.items()})
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from tinsmith.engine.base import SampleRequest
 from tinsmith.engine.sampling.capacity import MAX_SEQUENCES, cache_reserve
-from tinsmith.service.engines.queue_view import QueueEntry, QueueView, Throughput
+from tinsmith.service.engines.queue_view import Throughput
 
 EXTRA_FRACTION = 8
 """One part in EXTRA_FRACTION is admitted beyond the engine's capacity, so that it can start the next at once."""
@@ -29,13 +29,14 @@ PARTS = 4
 
 
 @dataclass(eq=False, slots=True)
-class _Ticket:
+class Ticket:
+    """A request, or a part of one, that waits or runs."""
+
     owner: str
     request_id: str
     sequences: int
     tokens: int
     turn: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    since: float = field(default_factory=time.monotonic)
     admitted: bool = False
     passed_tokens: int = 0
     """Cache tokens of later requests that were admitted while this one was next and did not fit."""
@@ -51,11 +52,10 @@ class AdmissionQueue:
         self._tokens = self._sequences = 0
         self.state_tokens = 0
         """Cache tokens that the recurrent states of a sequence are worth, once the model is loaded."""
-        self._queues: dict[str, deque[_Ticket]] = {}
+        self._queues: dict[str, deque[Ticket]] = {}
         """Waiting requests by tenant; the tenant whose turn it is comes first."""
-        self._running: dict[_Ticket, None] = {}
-        self._throughput = Throughput()
-        self._view = QueueView(self._list_entries, self._throughput)
+        self._running: dict[Ticket, None] = {}
+        self.throughput = Throughput()
         self.resize(1)
 
     def resize(self, samplers: int) -> None:
@@ -75,7 +75,7 @@ class AdmissionQueue:
         """Requests for a part of the samples each, to be admitted one by one; only the first is for the prompt too."""
         count = min(request.num_samples, MAX_SEQUENCES // PARTS)
         part_tokens = self._cache_tokens // PARTS
-        while count > 1 and cache_reserve(replace(request, num_samples=count), self.state_tokens) > part_tokens:
+        while count > 1 and self.reserve(replace(request, num_samples=count)) > part_tokens:
             count //= 2
         first = replace(request, num_samples=count)
         rest = replace(
@@ -98,8 +98,7 @@ class AdmissionQueue:
     @asynccontextmanager
     async def admit(self, owner: str, request: SampleRequest) -> AsyncIterator[None]:
         """Wait until the request is admitted. It counts as running for the duration of the block."""
-        tokens = cache_reserve(request, self.state_tokens)
-        ticket = _Ticket(owner, request.request_id, request.num_samples, tokens)
+        ticket = Ticket(owner, request.request_id, request.num_samples, self.reserve(request))
         self._queues.setdefault(owner, deque()).append(ticket)
         self._admit_waiting()
         try:
@@ -113,26 +112,13 @@ class AdmissionQueue:
         """Number of waiting requests by tenant."""
         return {owner: len(queue) for owner, queue in self._queues.items()}
 
-    def entries(self) -> list[QueueEntry]:
-        """Waiting and running requests, in the order in which they are expected to end."""
-        return self._view.entries()
+    def tickets(self) -> dict[str, Ticket]:
+        """The waiting and running requests by id; a request in parts has one for each part that has not ended."""
+        return {ticket.request_id: ticket for ticket in chain(self._running, *self._queues.values())}
 
-    def entry(self, request_id: str) -> QueueEntry | None:
-        """A request's entry; None if it is not there, or has only just come."""
-        return self._view.find(request_id)
-
-    def _list_entries(self, now: float) -> Iterator[QueueEntry]:
-        tickets = chain(self._running, *self._queues.values())
-        for ticket in sorted(tickets, key=lambda ticket: ticket.since):
-            yield QueueEntry(
-                request_id=ticket.request_id,
-                owner=ticket.owner,
-                model_id=ticket.request_id.rpartition(":")[0],
-                kind="sample",
-                tokens=ticket.tokens,
-                running=ticket.admitted,
-                waited_s=now - ticket.since,
-            )
+    def reserve(self, request: SampleRequest) -> int:
+        """Cache tokens that a request takes."""
+        return cache_reserve(request, self.state_tokens)
 
     def _admit_waiting(self) -> None:
         while (owner := self._next_owner()) is not None:
@@ -140,7 +126,7 @@ class AdmissionQueue:
 
     def _next_owner(self) -> str | None:
         """The tenant in turn or, while its oldest request does not fit, the next one whose request may pass it."""
-        head: _Ticket | None = None
+        head: Ticket | None = None
         for owner, queue in self._queues.items():
             ticket = queue[0]
             if self._fits(ticket) and (head is None or self._may_pass(ticket, head)):
@@ -148,11 +134,11 @@ class AdmissionQueue:
             head = head or ticket
         return None
 
-    def _fits(self, ticket: _Ticket) -> bool:
+    def _fits(self, ticket: Ticket) -> bool:
         tokens, sequences = self._tokens + ticket.tokens, self._sequences + ticket.sequences
         return not self._sequences or (tokens <= self._max_tokens and sequences <= self._max_sequences)
 
-    def _may_pass(self, ticket: _Ticket, head: _Ticket) -> bool:
+    def _may_pass(self, ticket: Ticket, head: Ticket) -> bool:
         """Whether a request may be admitted before the one in turn; it is then counted."""
         tokens, sequences = head.passed_tokens + ticket.tokens, head.passed_sequences + ticket.sequences
         if tokens > self._cache_tokens // PARTS or sequences > MAX_SEQUENCES // PARTS:
@@ -171,15 +157,15 @@ class AdmissionQueue:
         self._tokens, self._sequences = self._tokens + ticket.tokens, self._sequences + ticket.sequences
         ticket.admitted = True
         self._running[ticket] = None
-        self._throughput.start(time.monotonic())
+        self.throughput.start(time.monotonic())
         ticket.turn.set_result(None)
 
-    def _leave(self, ticket: _Ticket) -> None:
+    def _leave(self, ticket: Ticket) -> None:
         queue = self._queues.get(ticket.owner, deque())
         if ticket.admitted:
             self._tokens, self._sequences = self._tokens - ticket.tokens, self._sequences - ticket.sequences
             del self._running[ticket]
-            self._throughput.end(ticket.tokens, time.monotonic())
+            self.throughput.end(ticket.tokens, time.monotonic())
         elif ticket in queue:  # cancelled while it waited
             queue.remove(ticket)
             if not queue:

@@ -13,7 +13,7 @@ from tinsmith.plurals import counted
 MEMORY_S = 60.0
 """Time after which a measured rate counts for little."""
 VIEW_S = 1.0
-"""Age of a view: thousands of polls of one second read the same."""
+"""Age of a view that polls read: thousands of them in one second read the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class QueueEntry:
     """Tokens to train, or cache tokens that its samples take."""
     running: bool
     waited_s: float
-    """Seconds since it was queued by this process."""
+    """Seconds since this process accepted it."""
     place: int = 0
     """Number of requests before it."""
     tokens_before: int = 0
@@ -95,7 +95,7 @@ class Throughput:
 
 
 class QueueView:
-    """The entries of a queue, listed again when they are older than VIEW_S.
+    """The entries of a queue.
 
     `list_entries` gives them in order of arrival, for a time of the monotonic clock.
     """
@@ -106,14 +106,14 @@ class QueueView:
         self._listed = -math.inf
 
     def entries(self) -> list[QueueEntry]:
-        """All entries, in the order in which they are expected to end."""
+        """All entries now, in the order in which they are expected to end."""
         now = time.monotonic()
-        if now - self._listed >= VIEW_S:
-            entries = in_turn(self._list_entries(now), self._throughput.tokens_per_s)
-            self._entries, self._listed = {entry.request_id: entry for entry in entries}, now
-        return list(self._entries.values())
+        entries = in_turn(self._list_entries(now), self._throughput.tokens_per_s)
+        self._entries, self._listed = {entry.request_id: entry for entry in entries}, now
+        return entries
 
     def find(self, request_id: str) -> QueueEntry | None:
-        """A request's entry; None if it is not waiting, or has come since the last list."""
-        self.entries()
+        """A request's entry at most VIEW_S ago; None if it had a result, or was not accepted yet."""
+        if time.monotonic() - self._listed >= VIEW_S:
+            self.entries()
         return self._entries.get(request_id)

@@ -106,11 +106,16 @@ async def _sample(
             on_delta(delta)
 
     for remaining in reversed(range(ATTEMPTS)):
+        task = sampling.start(calls.owner, calls.base_model, request, send if on_delta else None)
         try:
-            return await sampling.start(calls.owner, calls.base_model, request, send if on_delta else None)
+            return await task
         except EngineDied:
             if has_sent or not remaining:
                 raise
+        except asyncio.CancelledError as cancelled:
+            if cancelled.args and task.cancelled():  # by Sampling.cancel, which says so
+                raise Gone(str(cancelled.args[0])) from None
+            raise
     raise AssertionError("the last attempt returns or raises")
 
 

@@ -83,7 +83,7 @@ def _pending(service: Service, request_id: str) -> FutureResult:
     if not (worker.host.sampler_is_up if samples else worker.host.is_up):
         reason = f"the engine of {record.base_model} is loading or restarting"
         return _paused(reason)
-    entry = (worker.host.admission_queue.entry if samples else worker.queue_entry)(request_id)
+    entry = service.sampling.queue_entry(worker.host, request_id) if samples else worker.queue_entry(request_id)
     state = {"queue_state": "active"}
     if entry is not None and not entry.running:
         state["queue_state_reason"] = entry.description

@@ -68,8 +68,7 @@ async def list_queues(service: ServiceDep) -> dict[str, Any]:
     return {
         "queues": [
             {"base_model": worker.host.names[0], "queue": name, "requests": [_entry_json(entry) for entry in entries]}
-            for worker in _workers(service)
-            for name, entries in (("training", worker.queue()), ("sampling", worker.host.admission_queue.entries()))
+            for worker, name, entries in service.queues()
         ]
     }
 
@@ -104,15 +103,14 @@ async def list_holders(service: ServiceDep) -> dict[str, Any]:
         kind = "version" if checkpoint.kind == "ephemeral" else "checkpoint"
         totals[checkpoint.owner][f"{kind}s"] += 1
         totals[checkpoint.owner][f"{kind}_bytes"] += checkpoint.size_bytes
+    for _, _, entries in service.queues():
+        for entry in entries:
+            totals[entry.owner]["unfinished_requests"] += 1
     names = ("sessions", "models", "memory_bytes", "checkpoints", "checkpoint_bytes", "versions", "version_bytes")
+    names += ("unfinished_requests",)
     return {
         "tenants": [
-            {
-                "owner": owner,
-                **{name: total[name] for name in names},
-                "unfinished_requests": service.futures.pending(owner),
-            }
-            for owner, total in sorted(totals.items())
+            {"owner": owner, **{name: total[name] for name in names}} for owner, total in sorted(totals.items())
         ]
     }
 
@@ -140,12 +138,13 @@ async def end_model(model_id: str, service: ServiceDep) -> Response:
 
 @router.post("/requests/{request_id}/cancel")
 async def cancel_request(request_id: str, service: ServiceDep) -> Response:
-    """Cancel a waiting or running sample of any tenant; its client gets an error that says so.
+    """Cancel a waiting or running sample or completion of any tenant; its client gets an error that says so.
 
     Training requests are not cancelled: each has its place in its model's order.
     """
     if service.store.find(Model, request_id.rpartition(":")[0]) is not None:
-        raise BadRequest(f"{request_id} is a training request.", "End its model or its session.")
+        model_id = request_id.rpartition(":")[0]
+        raise BadRequest(f"{request_id} is a training request.", f"End its model (`tinsmith admin end {model_id}`).")
     if not await service.sampling.cancel(request_id):
         raise NotFound(f"There is no unfinished sample {request_id}.", "`tinsmith admin queue` lists them.")
     return Response(status_code=204)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from tinsmith.service.engines.host import EngineHost
 from tinsmith.service.engines.queue_view import QueueEntry
 from tinsmith.service.training.worker import Worker
 
@@ -13,13 +14,13 @@ Queues = dict[tuple[str, str], list[QueueEntry]]
 """What waits, by base model and queue."""
 
 
-def queue_gauges(workers: Iterable[Worker]) -> Iterable[Metric]:
-    """Length and wait of the queues of each base model, for training and for sampling."""
+def queue_gauges(workers: Iterable[Worker], samples: Callable[[EngineHost], list[QueueEntry]]) -> Iterable[Metric]:
+    """Length and wait of the queues of each base model, for training and for sampling; `samples` lists the latter."""
     queues: Queues = {}
     for worker in {id(worker): worker for worker in workers}.values():  # a worker has several names
         name = worker.host.names[0]
         queues[name, "training"] = _waiting(worker.queue())
-        queues[name, "sampling"] = _waiting(worker.host.admission_queue.entries())
+        queues[name, "sampling"] = _waiting(samples(worker.host))
     yield _gauge("requests", "Requests that wait for the engine.", queues, len)
     yield _gauge("tokens", "Tokens of the requests that wait.", queues, lambda waiting: sum(e.tokens for e in waiting))
     yield _gauge("oldest_seconds", "Time that the oldest of them has waited.", queues, _oldest)
