@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Header, Request
 
@@ -22,7 +22,7 @@ from tinsmith.service.base_models import BaseModels
 from tinsmith.service.budgets.disk import DiskMonitor
 from tinsmith.service.checkpoints import CheckpointCopies, Checkpoints
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.engines.queue_view import QueueEntry
+from tinsmith.service.engines.queue_view import QueueEntry, reason_of_wait
 from tinsmith.service.limits.bodies import SMALL_BYTES, LargeBodies, prompt_limit, read_body
 from tinsmith.service.limits.connections import AddressCounts
 from tinsmith.service.limits.parsing import Parsers
@@ -152,6 +152,23 @@ class Service:
             for worker in distinct.values()
             for name, entries in (("training", worker.queue()), ("sampling", self.sampling.queue(worker.host)))
         ]
+
+    def waits(self, session_id: str) -> list[dict[str, Any]]:
+        """What a session waits for: for each queue in which it has requests and none of them runs, the wait of the next
+        one in seconds, and the reason."""
+        waits = []
+        for worker, name, entries in self.queues():
+            own = [entry for entry in entries if entry.model_id.startswith(f"{session_id}:")]
+            reason = worker.host.pause_reason(samples=name == "sampling")
+            if own and (reason or not any(entry.running for entry in own)):
+                waits.append(
+                    {
+                        "queue": name,
+                        "waited_s": round(own[0].waited_s, 1),
+                        "reason": reason or reason_of_wait(own[0], entries),
+                    }
+                )
+        return waits
 
     async def tokenizer(self, base_model: str, card: ModelCard) -> Tokenizer:
         """The tokenizer of a base model. Raises Unsupported if it has none."""

@@ -21,7 +21,7 @@ from tinsmith.engine.interface import Engine
 from tinsmith.errors import Busy, EngineDied, EngineError, Gone, TinsmithError
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.concurrency import gather_or_cancel, run_in_thread_if_large
-from tinsmith.service.engines.admission import AdmissionQueue, Ticket
+from tinsmith.service.engines.admission import AdmissionQueue, AdmissionTicket
 from tinsmith.service.engines.host import MAX_DEATH_POINTS, MAX_ENGINE_DEATHS, OWN_DEATH, EngineHost, death_points
 from tinsmith.service.engines.queue_view import QueueEntry, QueueView
 from tinsmith.service.observability.metrics import Telemetry
@@ -59,9 +59,9 @@ class UnfinishedSample:
     parts: Sequence[SampleRequest] = ()
     """What the admission queue is given; empty before that."""
     has_sampled: bool = False
-    """Whether only its result remains to be encoded."""
+    """Whether only its result has to be encoded."""
 
-    def entry(self, admission: AdmissionQueue, tickets: Mapping[str, Ticket], now: float) -> QueueEntry:
+    def entry(self, admission: AdmissionQueue, tickets: Mapping[str, AdmissionTicket], now: float) -> QueueEntry:
         """The row that shows it, with the cache tokens of what has not ended."""
         own = [tickets[part.request_id] for part in self.parts if part.request_id in tickets]
         tokens = sum(ticket.tokens for ticket in own) or admission.reserve(self.request)

@@ -159,8 +159,7 @@ def _assemble(
     quotas = _quotas(config, tenants, store, futures, disk)
     journal = Journal(store, config.data / "journal", config.capture_every, disk, copies)
     audit_log = AuditLog(store, config.ended_retention_s)
-    sequences = SequenceRegistry(lambda sampler_id: _owner_of(store, sampler_id))
-    activity = SessionActivity(store)
+    sequences, activity = SequenceRegistry(lambda sampler_id: _owner_of(store, sampler_id)), SessionActivity(store)
     budget = ModelBudget(activity=activity, memory=config.model_memory, idle_s=config.idle_model_s)
 
     def make_worker(source: str, names: list[str]) -> Worker:
@@ -170,8 +169,7 @@ def _assemble(
         )
 
     workers = (base_models := BaseModels(store, config.data, make_worker)).workers
-    connections = AddressCounts(config.connections_per_address)
-    bodies = LargeBodies()
+    connections, bodies = AddressCounts(config.connections_per_address), LargeBodies()
     gauges = partial(
         _gauges, store, workers, disk, journal, connections, bodies, futures, lambda host: sampling.queue(host)
     )

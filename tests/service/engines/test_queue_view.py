@@ -78,6 +78,38 @@ def test_poll_of_a_waiting_request_has_its_place(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_session_reads_what_it_waits_for(tmp_path: Path) -> None:
+    """Training and samples that wait for those of another tenant; a session that runs waits for nothing."""
+
+    async def main() -> None:
+        start, go = Factory(), asyncio.Event()
+        async with api(tmp_path, start) as running:
+            alice, bob = await running.tenant("alice"), await running.tenant("bob")
+            models = [await tenant.model() for tenant in (alice, bob)]
+            start.hook = lambda call, _: go.wait() if call in ("run", "sample") else None
+            for tenant, model, count in ((alice, models[0], 320), (bob, models[1], 64)):
+                session = model.partition(":")[0]
+                body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
+                sampler = (await tenant.post("create_sampling_session", body)).json()["sampling_session_id"]
+                body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": [5, 6, 7]}]}}
+                await tenant.post("asample", {**body, "num_samples": count, "sampling_params": {"max_tokens": 3}})
+                await tenant.post("forward_backward", pass_body(model, 1))
+                await asyncio.sleep(0)
+            paths = [f"/api/v1/sessions/{model.partition(':')[0]}/queue" for model in models]
+            waits = [
+                (await running.http.get(path, headers=tenant._headers)).json()["waits"]
+                for tenant, path in zip((alice, bob), paths, strict=True)
+            ]
+            assert waits[0] == []
+            assert [(wait["queue"], wait["reason"]) for wait in waits[1]] == [
+                ("sampling", "number 2 in the queue, after 1 request of other tenants")
+            ]
+            assert (await running.http.get(paths[0], headers=bob._headers)).status_code == 404
+            go.set()
+
+    asyncio.run(main())
+
+
 def test_parts_of_a_request_give_its_samples(tmp_path: Path) -> None:
     """A request with 150 samples runs in three parts, and gives the samples and the prompt's logprobs of one."""
 

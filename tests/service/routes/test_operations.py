@@ -138,7 +138,7 @@ def held(release: asyncio.Event) -> Callable[[str, object], Any]:
 
 def test_queue_has_every_unfinished_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting, running, in parts, waiting for isolation, being encoded, and completions: each sample can be cancelled,
-    and its client is told so."""
+    and its client gets an error that says so."""
     factory, release, encode = Factory(), asyncio.Event(), asyncio.Event()
 
     async def encoded(_size: int, work: Callable[..., bytes], *arguments: object) -> bytes:

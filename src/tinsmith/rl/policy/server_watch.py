@@ -1,4 +1,5 @@
 """A watch over the server of a run. While the server does not respond, the run waits; nothing fails or is repeated.
+While it responds and serves other tenants, `QueueNotice` says so.
 
 The SDK repeats polls for results without end, but gives up submitting a request after five minutes. `ServerWatch` makes
 it go on, with the same sequence number, so that the server executes a request once. A server is away if its health
@@ -19,6 +20,7 @@ import tinker
 from tinker.lib.internal_client_holder import InternalClientHolder
 
 from tinsmith.errors import TinsmithError
+from tinsmith.rl.policy.queue_notice import QueueNotice
 
 PING_SECONDS = 5.0
 """Time between two health checks, and their time limit."""
@@ -35,7 +37,7 @@ class ServerWatch:
     def __init__(self, wait: float = 0.0, *, ping: float = PING_SECONDS, patience: float = PATIENCE_SECONDS) -> None:
         """`wait`: seconds that the server may be away; 0: no limit."""
         self._wait, self._ping, self._patience = wait, ping, patience
-        self._url = ""
+        self._url, self._queue = "", None
         self._responded = self._last_away = time.monotonic()
         self._lost: TinsmithError | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -44,9 +46,12 @@ class ServerWatch:
         self.on_change: list[Callable[[bool], None]] = []
         """Functions to call with True when the server is away, and with False when it responds again."""
 
-    def attend(self, base_url: str, *holders: InternalClientHolder) -> None:
-        """Watch the server at `base_url`, and make the SDK's `holders` of connections submit until it responds."""
-        self._url = base_url.rstrip("/")
+    def attend(self, base_url: str, *holders: InternalClientHolder, queue: QueueNotice | None = None) -> None:
+        """Watch the server at `base_url`, and make the SDK's `holders` of connections submit until it responds.
+
+        `queue` says what the run's requests wait for.
+        """
+        self._url, self._queue = base_url.rstrip("/"), queue
         self._responded = time.monotonic()
         for holder in holders:
             retry = type(holder).execute_with_retries.__get__(holder)  # a holder may be shared with an earlier run
@@ -93,6 +98,8 @@ class ServerWatch:
                 now = time.monotonic()
                 if not fault:
                     self._responded = now
+                    if self._queue is not None:
+                        await self._queue.look(client, self._url)
                 away = now - self._responded
                 if self.is_away:
                     self._last_away = now  # also when it is back: until now it may have been away

@@ -20,6 +20,7 @@ from tinsmith.errors import Unsupported, UserError
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.base import AuxiliaryAdapter, CheckpointInfo, ModelConfig, Policy, Update, UpdateResult
 from tinsmith.rl.policy.chat import Chat
+from tinsmith.rl.policy.queue_notice import QueueNotice
 from tinsmith.rl.policy.router_replay import SESSION_METADATA, RoutedExperts, check_routers
 from tinsmith.rl.policy.sdk import adam_params, capabilities, open_session, translate_errors
 from tinsmith.rl.policy.server_watch import ServerWatch
@@ -139,7 +140,8 @@ class TinkerPolicy(Policy):
                 await check_routers(base_url, api_key, config.name)
             rest = await asyncio.to_thread(tinker.RestClient, base_url=base_url, api_key=api_key)
             watch = watch or ServerWatch()
-            watch.attend(base_url, service.holder, rest.holder)
+            queue = QueueNotice(service.holder.get_session_id(), api_key)
+            watch.attend(base_url, service.holder, rest.holder, queue=queue)
             async with translate_errors(f"{action} at {base_url}", not_found=_not_served(config, state)):
                 client = await watch.persist(lambda: _training_client(service, config, seed, state))
             address = (base_url, api_key)

@@ -24,6 +24,7 @@ from tinsmith.rl.policy.base import (
 )
 from tinsmith.rl.policy.chat import Chat, read_template
 from tinsmith.rl.policy.images import ImageEncoder, model_input
+from tinsmith.rl.policy.queue_notice import QueueNotice
 from tinsmith.rl.policy.router_replay import SESSION_METADATA, RoutedExperts, check_routers
 from tinsmith.rl.policy.sdk import capabilities, end_session, open_session, translate_errors
 from tinsmith.rl.policy.server_watch import ServerWatch
@@ -149,7 +150,8 @@ class TinkerSamplingClients(SamplingClients):
                 await check_routers(base_url, api_key, config.name)
             # The SDK reports the tokenizer of an aliased model only for training clients.
             watch = watch or ServerWatch()
-            watch.attend(base_url, service.holder)
+            queue = QueueNotice(service.holder.get_session_id(), api_key)
+            watch.attend(base_url, service.holder, queue=queue)
             client = await watch.persist(lambda: service.create_lora_training_client(config.name, rank=1))
             experts = RoutedExperts(base_url, api_key) if routed else None
             server = await capabilities(base_url, api_key)

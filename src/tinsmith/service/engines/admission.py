@@ -29,7 +29,7 @@ PARTS = 4
 
 
 @dataclass(eq=False, slots=True)
-class Ticket:
+class AdmissionTicket:
     """A request, or a part of one, that waits or runs."""
 
     owner: str
@@ -52,9 +52,9 @@ class AdmissionQueue:
         self._tokens = self._sequences = 0
         self.state_tokens = 0
         """Cache tokens that the recurrent states of a sequence are worth, once the model is loaded."""
-        self._queues: dict[str, deque[Ticket]] = {}
+        self._queues: dict[str, deque[AdmissionTicket]] = {}
         """Waiting requests by tenant; the tenant whose turn it is comes first."""
-        self._running: dict[Ticket, None] = {}
+        self._running: dict[AdmissionTicket, None] = {}
         self.throughput = Throughput()
         self.resize(1)
 
@@ -98,7 +98,7 @@ class AdmissionQueue:
     @asynccontextmanager
     async def admit(self, owner: str, request: SampleRequest) -> AsyncIterator[None]:
         """Wait until the request is admitted. It counts as running for the duration of the block."""
-        ticket = Ticket(owner, request.request_id, request.num_samples, self.reserve(request))
+        ticket = AdmissionTicket(owner, request.request_id, request.num_samples, self.reserve(request))
         self._queues.setdefault(owner, deque()).append(ticket)
         self._admit_waiting()
         try:
@@ -112,7 +112,7 @@ class AdmissionQueue:
         """Number of waiting requests by tenant."""
         return {owner: len(queue) for owner, queue in self._queues.items()}
 
-    def tickets(self) -> dict[str, Ticket]:
+    def tickets(self) -> dict[str, AdmissionTicket]:
         """The waiting and running requests by id; a request in parts has one for each part that has not ended."""
         return {ticket.request_id: ticket for ticket in chain(self._running, *self._queues.values())}
 
@@ -126,7 +126,7 @@ class AdmissionQueue:
 
     def _next_owner(self) -> str | None:
         """The tenant in turn or, while its oldest request does not fit, the next one whose request may pass it."""
-        head: Ticket | None = None
+        head: AdmissionTicket | None = None
         for owner, queue in self._queues.items():
             ticket = queue[0]
             if self._fits(ticket) and (head is None or self._may_pass(ticket, head)):
@@ -134,11 +134,11 @@ class AdmissionQueue:
             head = head or ticket
         return None
 
-    def _fits(self, ticket: Ticket) -> bool:
+    def _fits(self, ticket: AdmissionTicket) -> bool:
         tokens, sequences = self._tokens + ticket.tokens, self._sequences + ticket.sequences
         return not self._sequences or (tokens <= self._max_tokens and sequences <= self._max_sequences)
 
-    def _may_pass(self, ticket: Ticket, head: Ticket) -> bool:
+    def _may_pass(self, ticket: AdmissionTicket, head: AdmissionTicket) -> bool:
         """Whether a request may be admitted before the one in turn; it is then counted."""
         tokens, sequences = head.passed_tokens + ticket.tokens, head.passed_sequences + ticket.sequences
         if tokens > self._cache_tokens // PARTS or sequences > MAX_SEQUENCES // PARTS:
@@ -160,7 +160,7 @@ class AdmissionQueue:
         self.throughput.start(time.monotonic())
         ticket.turn.set_result(None)
 
-    def _leave(self, ticket: Ticket) -> None:
+    def _leave(self, ticket: AdmissionTicket) -> None:
         queue = self._queues.get(ticket.owner, deque())
         if ticket.admitted:
             self._tokens, self._sequences = self._tokens - ticket.tokens, self._sequences - ticket.sequences

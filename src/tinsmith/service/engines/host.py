@@ -161,6 +161,11 @@ class EngineHost:
             return False
         return self._running.sampler_up is None or self._running.sampler_up.is_set()
 
+    def pause_reason(self, *, samples: bool) -> str:
+        """Why no request can run now, of samples or of training; empty if one can."""
+        is_up = self.sampler_is_up if samples else self.is_up
+        return "" if is_up else f"the engine of {self.names[0]} is loading or restarting"
+
     @property
     def pool(self) -> SamplerPool | None:
         """The replicas that sample; None if there are none besides the engine."""

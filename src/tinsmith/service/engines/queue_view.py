@@ -62,6 +62,16 @@ def in_turn(entries: Iterable[QueueEntry], tokens_per_s: float | None) -> list[Q
     return placed
 
 
+def reason_of_wait(entry: QueueEntry, entries: Iterable[QueueEntry]) -> str:
+    """Why a request waits, by all `entries` of its queue: its place, and how many requests are of other tenants."""
+    before = [other for other in entries if other is not entry and (other.running or other.place < entry.place)]
+    others = sum(other.owner != entry.owner for other in before)
+    text = f"number {len(before) + 1} in the queue"
+    if others:
+        text += f", after {counted(others, 'request')} of other tenants"
+    return text if entry.expected_s is None else f"{text}, about {max(1, round(entry.expected_s))} s left"
+
+
 class Throughput:
     """Tokens per second of the time in which something ran, over the last minutes."""
 

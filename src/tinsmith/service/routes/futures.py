@@ -80,8 +80,7 @@ def _pending(service: Service, request_id: str) -> FutureResult:
     if record is None or worker is None:
         return FutureResult(status=408, body=b'{"queue_state": "active"}')
     samples = isinstance(record, SamplingSession)
-    if not (worker.host.sampler_is_up if samples else worker.host.is_up):
-        reason = f"the engine of {record.base_model} is loading or restarting"
+    if reason := worker.host.pause_reason(samples=samples):
         return _paused(reason)
     entry = service.sampling.queue_entry(worker.host, request_id) if samples else worker.queue_entry(request_id)
     state = {"queue_state": "active"}

@@ -80,6 +80,12 @@ async def finish_session(session_id: str, tenant: Tenant, service: ServiceDep, b
     return Response(status_code=204)
 
 
+@router.get("/sessions/{session_id}/queue")
+async def get_waits(session_id: str, tenant: Tenant, service: ServiceDep) -> dict[str, Any]:
+    """What a session waits for: each queue in which it has requests and none of them runs, with the reason."""
+    return {"waits": service.waits(service.sessions.find(session_id, tenant).id)}
+
+
 @router.post("/telemetry")
 async def telemetry(_tenant: Tenant) -> dict[str, str]:
     """Accept telemetry and discard it: it holds tracebacks and paths of the client's machine."""
