@@ -36,7 +36,6 @@ def test_losses_wait_twice(stand_in: Any, llama: Path, loss_fn: str, lengths: Se
     assert outside_of_lora(counts.uploads).total() <= 14, counts.uploads
 
 
-@pytest.mark.xfail(reason="lora/lm_head.py and lora/linear.py wait for indices", strict=True)
 @pytest.mark.parametrize(("lengths", "tenants"), [((9, 30), 1), ((9, 30, 3, 14, 22, 5), 5)])
 def test_micro_batch_waits_rarely(stand_in: Any, llama: Path, lengths: Sequence[int], tenants: int):
     counts = stand_in(programs.training_counts, llama, lengths, tenants, "ppo")

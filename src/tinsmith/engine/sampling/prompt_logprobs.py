@@ -3,7 +3,7 @@ position.
 
 The distribution over prompt position i + 1 comes from the hidden state at position i; it is untempered except for the
 drawn tokens. Position 0 has no context: its values are NaN, its cells empty; so are those of images. Logits are
-computed a block of rows at a time and dropped.
+computed a block of rows at a time and dropped; results go to the host after the last block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 from tinsmith.engine.base import EMPTY_LOGPROB, SampleRequest, TopK
 from tinsmith.engine.images.rows import image_mask
 from tinsmith.engine.lora.adapter import AdapterWeights
-from tinsmith.engine.lora.lm_head import BLOCK_ROWS, LMHead, log_softmax
+from tinsmith.engine.lora.head.softmax import log_softmax
+from tinsmith.engine.lora.lm_head import LMHead
 from tinsmith.engine.sampling import token_sampling
 
 PROMPT_STREAM = 2**63
@@ -64,26 +65,30 @@ def compute(
     draws = request.prompt_alt_tokens_k
     alternatives = TopK.empty(length - 1, draws)
     uniforms = token_sampling.uniform_stream(seed, PROMPT_STREAM).random((length - 1, draws))
-    first_scored = 1 if request.prompt_logprobs_last_n is None else length - request.prompt_logprobs_last_n
-    for first in range(first_hidden(request), length - 1, BLOCK_ROWS):
-        rows = slice(first, min(first + BLOCK_ROWS, length - 1))
+    start = first_hidden(request)
+    first_scored = max(
+        start + 1, 1 if request.prompt_logprobs_last_n is None else length - request.prompt_logprobs_last_n
+    )
+    prompt_ids = torch.as_tensor(request.prompt.astype(np.int64), device=hidden.device)
+    given_ids = None if target_ids is None else torch.as_tensor(target_ids, device=hidden.device)
+    blocks: list[dict[str, Tensor]] = []
+    for first in range(start, length - 1, head.block_rows):
+        rows = slice(first, min(first + head.block_rows, length - 1))
         logits = head.logits(hidden[rows], weights)
         if draws:
             drawn = token_sampling.sample_independent(logits, request.temperature, uniforms[rows])
             alternatives.token_ids[rows], alternatives.logprobs[rows] = drawn.token_ids, drawn.logprobs
         scores = log_softmax(logits)
-        scored = slice(max(rows.start + 1, first_scored), rows.stop + 1)
-        scored_rows = scores[scored.start - 1 - rows.start :]
-        if request.prompt_logprobs and len(scored_rows):
-            ids = torch.as_tensor(request.prompt[scored].astype(np.int64), device=scores.device)
-            logprobs[scored] = scored_rows.gather(1, ids[:, None])[:, 0].cpu().numpy()
-        if k and len(scored_rows):
-            values, ids = scored_rows.topk(k, dim=1)
-            best.token_ids[scored], best.logprobs[scored] = ids.cpu().numpy(), values.cpu().numpy()
-        if targets is not None and target_ids is not None:
-            ids = torch.as_tensor(target_ids[rows], device=scores.device)
-            target_scores = scores.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, float("nan"))
-            targets[rows] = target_scores.cpu().numpy()
+        skipped = min(max(first_scored - 1 - first, 0), len(scores))
+        of_next = _of_next_tokens(scores[skipped:], prompt_ids[first + 1 + skipped : rows.stop + 1], k)
+        blocks.append(of_next if given_ids is None else {**of_next, "given": _of_given_tokens(scores, given_ids[rows])})
+    if blocks:
+        on_host = {name: torch.cat([block[name] for block in blocks]).cpu().numpy() for name in blocks[0]}
+        logprobs[first_scored:] = on_host["prompt"]
+        if k:
+            best.logprobs[first_scored:], best.token_ids[first_scored:] = on_host["best"], on_host["best_ids"]
+        if targets is not None:
+            targets[: length - 1] = on_host["given"]
     _empty(image_mask(length, request.images), logprobs, best, targets, alternatives)
     return PromptResults(
         logprobs=logprobs if request.prompt_logprobs else None,
@@ -91,6 +96,20 @@ def compute(
         targets=targets,
         alternatives=alternatives if draws else None,
     )
+
+
+def _of_next_tokens(scores: Tensor, ids: Tensor, k: int) -> dict[str, Tensor]:
+    """Logprobs of the tokens that follow, `ids` [R], and of the k likeliest."""
+    logprobs = {"prompt": scores.gather(1, ids[:, None])[:, 0]}
+    if not k:
+        return logprobs
+    values, best = scores.topk(k, dim=1)
+    return {**logprobs, "best": values, "best_ids": best}
+
+
+def _of_given_tokens(scores: Tensor, ids: Tensor) -> Tensor:
+    """Logprobs of given tokens, `ids` [R, K]; NaN where there is none."""
+    return scores.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, float("nan"))
 
 
 def _empty(

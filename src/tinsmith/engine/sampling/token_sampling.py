@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.base import TopK
-from tinsmith.engine.lora.lm_head import log_softmax
+from tinsmith.engine.lora.head.softmax import log_softmax
 from tinsmith.engine.model.precision import cumulative_sum
 
 PARTIAL_SORT = 4096

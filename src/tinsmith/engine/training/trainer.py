@@ -280,7 +280,7 @@ class TorchTrainer:
             if not parts:
                 self._compute_nothing(with_grad)
                 return
-            batch = MicroBatch(parts, self._base.device, with_grad=with_grad)
+            batch = MicroBatch(parts, with_grad=with_grad)
             recomputes = self._recomputes(len(batch.tree.tokens))
             with self._switch.set(recomputes), self._active.using(batch.adapters), self._routing(batch):
                 hidden = self._base.hidden_of(batch.tree)
@@ -291,7 +291,7 @@ class TorchTrainer:
                 )
                 grads = batch.losses(scores)
                 if batch.grad_mask is not None:
-                    hidden.backward(self._head.backward(hidden.detach(), scores, batch.targets, grads))
+                    hidden.backward(self._head.backward(hidden.detach(), scores, grads))
 
     def _compute_nothing(self, with_grad: bool) -> None:
         """Forward and backward of a token under no adapter, for other ranks' sake."""

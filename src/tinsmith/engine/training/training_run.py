@@ -16,7 +16,8 @@ from tinsmith import routed_experts
 from tinsmith.engine.base import Pass, PassResult
 from tinsmith.engine.custom_loss.process import LossProcess
 from tinsmith.engine.lora import adapter
-from tinsmith.engine.lora.lm_head import PackedTargets, ScoreGrads, TargetScores
+from tinsmith.engine.lora.head.blocks import PackedTargets
+from tinsmith.engine.lora.lm_head import ScoreGrads, TargetScores
 from tinsmith.engine.model import packing
 from tinsmith.engine.training.optimizer import GradientBuffer
 from tinsmith.engine.training.pass_state import CHECK_INPUTS, PassState
@@ -186,7 +187,7 @@ Part = tuple[TrainingRun, Sequence[packing.PackedRow]]
 class MicroBatch:
     """Rows of runs, packed, with their adapters and targets."""
 
-    def __init__(self, parts: Sequence[Part], device: torch.device, *, with_grad: bool) -> None:
+    def __init__(self, parts: Sequence[Part], *, with_grad: bool) -> None:
         self.with_grad = with_grad
         rows = [(slot, run, row) for slot, (run, rows) in enumerate(parts) for row in rows]
         self._placed = [(slot, run, run.item(row.key)) for slot, run, row in rows]
@@ -198,18 +199,12 @@ class MicroBatch:
             [np.repeat(index, items[key].targets_per_position) for key, index in self.tree.index.items()]
         )
         ids = np.concatenate([item.datum.targets.reshape(-1) for item in items.values()])
-        by_position = np.argsort(at, kind="stable")
-        order = np.empty_like(by_position)
-        order[by_position] = np.arange(len(by_position))
-        self._order = torch.as_tensor(order)
-        """int64 [M] on the host: the index in `targets` of each row's targets, row after row."""
-        self.targets = PackedTargets(
-            torch.as_tensor(at[by_position], device=device), torch.as_tensor(ids[by_position], device=device)
-        )
+        self.targets = PackedTargets(at, ids)
+        """Each row's targets, row after row."""
         grad_mask = np.zeros(len(self.tree.tokens), bool)
         for key, index in self.tree.index.items():
             grad_mask[index[items[key].grad_mask]] = True
-        self.grad_mask = torch.as_tensor(grad_mask, device=device) if with_grad else None
+        self.grad_mask = grad_mask if with_grad else None
         """bool [T]: packed positions with a target that may have a gradient; None without gradients."""
         self.needs_entropy = any(run.state(item).needs_entropy for _, run, item in self._placed)
 
@@ -244,7 +239,7 @@ class MicroBatch:
         index = self.tree.index
         sizes = [self._placed[key][2].datum.targets.size for key in index]
         of_targets, entropies = on_host(scores)
-        logprobs = dict(zip(index, of_targets[self._order].split(sizes), strict=True))
+        logprobs = dict(zip(index, of_targets.split(sizes), strict=True))
         grads: dict[int, Tensor] = {}
         entropy_grad = None if entropies is None else torch.zeros_like(entropies)
         by_pass: dict[tuple[int, int], list[int]] = {}
@@ -268,9 +263,7 @@ class MicroBatch:
             if entropy_grad is not None and grad_of_entropy is not None:
                 entropy_grad.index_add_(0, at, grad_of_entropy)  # data that share a position add up
         by_row = torch.cat([grads[key] for key in index])
-        by_position = torch.empty_like(by_row)
-        by_position[self._order] = by_row
-        return on_device(ScoreGrads(by_position, entropy_grad), scores.logprobs.device)
+        return on_device(ScoreGrads(by_row, entropy_grad), scores.logprobs.device)
 
 
 def on_host(scores: TargetScores) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,46 @@
+"""The choice between PyTorch's operators and the Triton kernel for the softmax of the output head."""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+
+import torch
+
+from tinsmith.engine.lora.head.softmax import SoftmaxOfRows, softmax_of_rows
+
+log = logging.getLogger(__name__)
+
+
+def softmax_on(device: torch.device) -> SoftmaxOfRows:
+    """The fastest that works on this device."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return softmax_of_rows
+    try:
+        from tinsmith.engine.lora.head import softmax_kernel  # Triton is where GPUs are
+
+        check(softmax_kernel.softmax_of_rows, device)
+    except Exception:
+        log.warning("The kernel of the output head does not work here; training is slower without it.", exc_info=True)
+        return softmax_of_rows
+    return softmax_kernel.softmax_of_rows
+
+
+def check(candidate: SoftmaxOfRows, device: torch.device) -> None:
+    """Raises ValueError unless the candidate gives the results of PyTorch's operators."""
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 5001, generator=draw) * torch.tensor([0.1, 3.0, 40.0])[:, None]
+    expected = softmax_of_rows(logits.clone(), entropies=True, probs=torch.float32)
+    for dtype, near in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        actual = candidate(logits.to(device, copy=True), entropies=True, probs=dtype)
+        plain = candidate(logits.to(device, copy=True), entropies=False, probs=None)
+        for values, wanted, tolerance in (
+            (actual.log_sums, expected.log_sums, 1e-5),
+            (plain.log_sums, expected.log_sums, 1e-5),
+            (actual.entropies, expected.entropies, 1e-4),
+            (actual.probs, expected.probs, near),
+        ):
+            assert values is not None
+            assert wanted is not None
+            if not torch.allclose(values.cpu().float(), wanted, rtol=tolerance, atol=tolerance):
+                raise ValueError("softmax of rows differs from PyTorch's")
