@@ -113,7 +113,7 @@ class TorchEngine:
         self.sampler = TorchSampler(base, head, active, scheduler, tokens, cache_tokens, config.deterministic, batch)
         if batch is None:
             decode_check.check(base, self.sampler.batch.kv_cache)
-        self._base, self._exchange = base, exchange
+        self._base, self._active, self._exchange = base, active, exchange
         self._scheduler = scheduler
         modules = base.model.modules()
         self._matrices = [module.frozen for module in modules if isinstance(module, linear.LoraLinear)]
@@ -187,6 +187,7 @@ class TorchEngine:
 
     async def release_memory(self) -> None:
         self.sampler.batch.prefix_cache.shrink(0)
+        self._active.release_memory()
         if self._base.vision is not None:
             self._base.vision.shrink(0)
         self._heap.trim()

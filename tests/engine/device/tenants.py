@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from tests.engine.device import stand_in
 from tinsmith.engine.base import LoraSpec
+from tinsmith.engine.lora import grouped_adapters
 from tinsmith.engine.lora.adapter import AdapterLayout, AdapterWeights, PlacedAdapter
 from tinsmith.engine.lora.linear import ActiveAdapters, LoraLinear
 from tinsmith.engine.lora.targets import LinearTarget
@@ -16,8 +18,15 @@ from tinsmith.engine.lora.targets import LinearTarget
 WIDTH = 32
 
 
-def counts_of_pass(lengths: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
-    """Launches and host reads of a forward and a backward with one tenant for each length."""
+def counts_of_passes(
+    lengths: Sequence[int], dtype: torch.dtype, *, grouped: bool = False
+) -> list[tuple[int, int, int]]:
+    """Launches, host reads and uploads of two passes, forward and backward, with one tenant for each length."""
+    with patch.object(grouped_adapters, "has_grouped_products", lambda _: grouped):
+        return list(_counts(lengths, dtype))
+
+
+def _counts(lengths: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, int, int]]:
     device = stand_in.install()
     target, active = LinearTarget("layer", "mlp", WIDTH, WIDTH), ActiveAdapters()
     module = LoraLinear(nn.Linear(WIDTH, WIDTH, device=device, dtype=dtype), target, active)
@@ -31,6 +40,7 @@ def counts_of_pass(lengths: Sequence[int], dtype: torch.dtype) -> tuple[int, int
         start += length
     inputs = torch.ones(1, start, WIDTH, device=device, dtype=dtype).requires_grad_()
     grads = torch.ones(1, start, WIDTH, device=device, dtype=dtype)
-    with active.using(placed), stand_in.counting() as counts:
-        module(inputs).backward(grads)
-    return counts.launches.total(), counts.reads.total()
+    for _ in range(2):
+        with stand_in.counting() as counts, active.using(placed):
+            module(inputs).backward(grads)
+        yield counts.launches.total(), counts.reads.total(), counts.uploads.total()

@@ -10,13 +10,32 @@ import torch
 from tests.engine.device import tenants
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("lengths", [[16] * 8, [3, 1, 4, 1, 5, 9, 2, 6]], ids=["equal", "unequal"])
-def test_tenants_are_never_read_by_the_host(stand_in: Any, lengths: list[int], dtype: torch.dtype):
-    _, reads = stand_in(tenants.counts_of_pass, lengths, dtype)
-    assert reads == 0
+def test_tenants_are_never_read_by_the_host(stand_in: Any, lengths: list[int], grouped: bool):
+    counts = stand_in(tenants.counts_of_passes, lengths, torch.bfloat16, grouped=grouped)
+    assert [reads for _, reads, _ in counts] == [0, 0]
 
 
-def test_launches_are_constant_in_tenants(stand_in: Any):
-    few, many = (stand_in(tenants.counts_of_pass, [16] * count, torch.float32)[0] for count in (4, 64))
+@pytest.mark.parametrize("grouped", [False, True])
+def test_launches_are_constant_in_tenants(stand_in: Any, grouped: bool):
+    dtype = torch.bfloat16 if grouped else torch.float32
+    few, many = (stand_in(tenants.counts_of_passes, [16] * count, dtype, grouped=grouped) for count in (4, 64))
     assert few == many
+
+
+def test_groups_of_other_lengths_need_no_more_launches(stand_in: Any):
+    two, many = (
+        stand_in(tenants.counts_of_passes, lengths, torch.bfloat16, grouped=True)
+        for lengths in ([300, 7], [1 + number % 40 for number in range(1000)])
+    )
+    assert two == many
+    single = stand_in(tenants.counts_of_passes, [300], torch.bfloat16, grouped=True)
+    assert many[1][0] <= single[1][0] + 8
+
+
+def test_same_tenants_upload_nothing_again(stand_in: Any):
+    first, second = stand_in(tenants.counts_of_passes, [3, 1, 4], torch.bfloat16, grouped=True)
+    assert first[2] == 1
+    assert second[2] == 0
+    assert second[0] < first[0]

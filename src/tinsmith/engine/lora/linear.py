@@ -11,6 +11,7 @@ same input (q, k, v; gate, up) are computed together: their A matrices are conca
 
 Adapters are computed one by one (AdapterSlice), or, where many have few positions each, as batched products over
 stacked matrices (AdapterBatch): 64 tenants with 16 tokens each would otherwise need 80,000 tiny products for a pass.
+GPUs with a kernel for it compute them as grouped products (`grouped_adapters`).
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from transformers.pytorch_utils import Conv1D
 from typing_extensions import override
 
 from tinsmith.engine.base import LoraSpec
-from tinsmith.engine.lora import experts, targets
+from tinsmith.engine.lora import experts, grouped_adapters, targets
 from tinsmith.engine.lora.adapter import AdapterLayout, AdapterSite, AdapterWeights, PlacedAdapter
+from tinsmith.engine.lora.grouped_adapters import GroupedAdapters, Stacks
 from tinsmith.engine.lora.matmul import FrozenLinear
 from tinsmith.engine.lora.quantized_linear import QuantizedLinear, frozen_linear
 from tinsmith.engine.model.base_model import BaseModel
@@ -53,6 +55,8 @@ class ActiveAdapters:
     def __init__(self) -> None:
         self.groups: AdapterGroups = ()
         self.placed: tuple[PlacedAdapter, ...] = ()
+        self._stacks: list[Stacks] = []
+        """Of the groups of the last pass."""
 
     @contextmanager
     def using(self, placed: Sequence[PlacedAdapter]) -> Iterator[None]:
@@ -65,7 +69,16 @@ class ActiveAdapters:
 
     def resume(self, placed: Sequence[PlacedAdapter]) -> None:
         """Serve these adapters from now on."""
-        self.placed, self.groups = tuple(placed), group_adapters(placed)
+        grouped, others = grouped_adapters.group_adapters(
+            [entry for entry in placed if entry[1] < entry[2]], self._stacks
+        )
+        self.placed, self.groups = tuple(placed), [*grouped, *group_adapters(others)]
+        if placed:
+            self._stacks = [each.stacks for each in grouped]
+
+    def release_memory(self) -> None:
+        """Drop what later passes would use again."""
+        self._stacks = []
 
 
 class LoraLinear(nn.Module):
@@ -361,7 +374,7 @@ class Padding:
     """int64 [P]: the packed positions."""
 
 
-AdapterGroups = Sequence[AdapterSlice | AdapterBatch]
+AdapterGroups = Sequence[AdapterSlice | AdapterBatch | GroupedAdapters]
 
 
 def group_adapters(placed: Sequence[PlacedAdapter]) -> list[AdapterSlice | AdapterBatch]:
