@@ -28,6 +28,7 @@ Form = Literal["text", "number", "bool", "null", "list", "texts", "numbers", "ma
 """A kind of value that a setting takes; `texts` and `numbers` are lists whose entries may be such values."""
 
 _FORMS: Mapping[Any, Form] = {str: "text", bool: "bool", int: "number", float: "number", dict: "mapping", list: "list"}
+_NULL = ("null", "Null", "NULL", "~")
 _NOT_YAML = (YAMLError, OmegaConfBaseException, ValueError, RecursionError)
 
 
@@ -63,7 +64,7 @@ def read_value(key: str, text: str, forms: Iterable[Form] = (), parse: Callable[
             f"{COMMAND_LINE}: the value of '{key}' is not valid UTF-8.", "Check its characters."
         ) from error
     except _NOT_YAML as error:
-        if takes_text and not isinstance(error, OmegaConfBaseException):
+        if takes_text and not isinstance(error, OmegaConfBaseException) and not _is_list_text(text, forms):
             return text
         if isinstance(error, ConfigError):
             raise
@@ -84,12 +85,17 @@ def _chosen(value: Any, text: str, forms: frozenset[Form]) -> Any:
         return text if isinstance(value, bool) and "bool" not in forms else value
     if isinstance(value, str):
         return value if text.lstrip()[:1] in ("'", '"') else text
-    if value is None and not text.strip():
+    if value is None and not text.strip(" "):
         return None if "null" in forms and "text" not in forms else text
-    form = "null" if value is None else next((form for kind, form in _FORMS.items() if type(value) is kind), None)
-    if form in forms or f"{form}s" in forms or (form == "null" and text.strip() in ("null", "~")):
-        return value
-    return text
+    if value is None:
+        return None if text.strip() in _NULL else text  # not a comment, such as ###
+    form = next((form for kind, form in _FORMS.items() if type(value) is kind), None)
+    return value if form in forms or f"{form}s" in forms else text
+
+
+def _is_list_text(text: str, forms: frozenset[Form]) -> bool:
+    """Whether a text that is not YAML was meant as a list of texts, as in [Question:, Answer:]."""
+    return "list" in forms and "text" not in forms and text.lstrip()[:1] == "[" and text.rstrip()[-1:] == "]"
 
 
 def _parse_yaml(text: str) -> Any:
@@ -177,7 +183,7 @@ def _index(entries: list[Any], path: Sequence[str], at: int) -> int:
     )
     raise ConfigError(
         f"{COMMAND_LINE}: '{key}' {problem}.",
-        'Name an entry that is there, or give the whole list, as in "rewards=[{type: closeness}]".',
+        f"Name an entry that is there, or give the whole list: '{'.'.join(path[:at])}=[…]'.",
     )
 
 

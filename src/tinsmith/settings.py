@@ -308,10 +308,10 @@ def _sentence(kind: type[BaseModel], fault: ErrorDetails, values: Mapping[str, A
         case "missing":
             return key, f"'{key}' is missing."
         case "extra_forbidden":
-            return key, f"there is no key '{key}'. {_fix(kind, parts, parents)}"
+            return _unknown_key(kind, parts, parents, fault["input"])
         case "union_tag_not_found":
             choices = [model for parent in parents for model in _models_under(parent, parts[-1])] or parents
-            return key, f"'{key}' has no type. Add type: one of {', '.join(map(_tag, choices))}."
+            return key, f"'{key}' has no type. Add type: one of {', '.join(dict.fromkeys(map(_tag, choices)))}."
         case "union_tag_invalid":
             more = kind.more_types(values, key) if issubclass(kind, Settings) else ()
             return key, _no_such_type(key, fault, more)
@@ -319,7 +319,7 @@ def _sentence(kind: type[BaseModel], fault: ErrorDetails, values: Mapping[str, A
             message = fault["msg"].removeprefix("Value error, ")
             return key, (f"'{key}': " if key else "") + message + ("" if message.endswith((".", "?")) else ".")
         case name if name in _EXPECTED:
-            return key, f"'{key}' takes {_EXPECTED[name]} {got}"
+            return key, f"'{key}' takes {_expected(kind, fault)} {got}"
         case "literal_error":
             return key, f"'{key}' takes {fault.get('ctx', {}).get('expected')} {got}"
         case name if name == _ONE_OF:
@@ -331,6 +331,39 @@ def _sentence(kind: type[BaseModel], fault: ErrorDetails, values: Mapping[str, A
             return key, f"'{key}' takes {bounds} {number} {got}"
         case _:
             return key, f"'{key}': {fault['msg']} {got}"
+
+
+def _unknown_key(
+    kind: type[BaseModel], parts: Sequence[str], parents: Sequence[type[BaseModel]], value: Any
+) -> tuple[str, str]:
+    """An unknown key, and a sentence about it; of an unknown section, the first key in it that has a suggestion."""
+    for path in _leaves(value):
+        key = ".".join([*parts, *path])
+        if text := kind.suggestion(key) if issubclass(kind, Settings) else "":
+            return key, f"there is no key '{key}'. {text}"
+    key = ".".join(parts)
+    return key, f"there is no key '{key}'. {_fix(kind, parts, parents)}"
+
+
+def _leaves(value: Any) -> Iterator[list[str]]:
+    """The path of each value in nested sections; none for a value alone."""
+    for name, part in value.items() if isinstance(value, Mapping) else ():
+        yield from ([str(name), *path] for path in (list(_leaves(part)) or [[]]))
+
+
+def _has_type(kind: type[BaseModel], place: Sequence[Any]) -> bool:
+    """Whether what stands at the place, or in a list there, are sections with a type."""
+    path = [str(part) for part in place if not isinstance(part, int)]
+    parts, parents = _walk(kind, path)
+    return any("type" in model.model_fields for parent in parents for model in _models_under(parent, parts[-1]))
+
+
+def _expected(kind: type[BaseModel], fault: ErrorDetails) -> str:
+    """What a key takes; of sections with a type, an example with the type that was given alone."""
+    expected, name = _EXPECTED[fault["type"]], fault["input"]
+    if not (isinstance(name, str) and name.isidentifier() and _has_type(kind, fault["loc"])):
+        return expected
+    return expected.replace(_LIST, f"a list, such as [{{type: {name}}}]").replace("{a: 1}", f"{{type: {name}}}")
 
 
 def _no_such_type(key: str, fault: ErrorDetails, more: Sequence[str]) -> str:
@@ -350,7 +383,8 @@ def _fix(kind: type[BaseModel], parts: Sequence[str], parents: Sequence[type[Bas
     all_paths = list(paths(kind))
     if without_entries(".".join(parts)) in map(without_entries, all_paths):
         return f"It belongs to another type; this type has: {', '.join(names)}."
-    elsewhere = {path.rpartition(".")[2]: path for path in sorted(all_paths, key=lambda path: path.count("."))[::-1]}
+    nearest_last = sorted(all_paths, key=lambda path: (path.partition(".")[0] != parts[0], path.count(".")))[::-1]
+    elsewhere = {path.rpartition(".")[2]: path for path in nearest_last}
     if far := nearest_name(parts[-1], elsewhere, cutoff=0.8):
         return f"Did you mean '{elsewhere[far]}'?"
     return f"Known here: {', '.join(names)}."

@@ -42,10 +42,30 @@ def refusal(folder: Path, text: str, *overrides: str, name: str = "run.yaml") ->
         ("lr", "optimizer.learning_rate"),
         ("batch_size", "groups_per_step"),
         ("sampling.max_new_tokens", "sampling.max_tokens"),
+        ("actor_rollout_ref.rollout.n", "group_size"),
+        ("trainer.total_epochs", "epochs"),
+        ("model.path", "model.name"),
+        ("service.url", "model.base_url"),
+        ("algorithm.kl_coef", "algorithm.kl.coef"),
     ],
 )
 def test_names_of_other_systems_are_answered_with_ours(tmp_path: Path, key: str, ours: str):
     assert f"; here: {ours}" in refusal(tmp_path, RUN, f"{key}=1")
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("tasks.train={type: hub, name: x, path: y}", "there is no key 'tasks.train.path'. It belongs to another type"),
+        ("tasks.path=x", "Did you mean 'tasks.train.path'?"),
+        ("rewards=math", "'rewards' takes a list, such as [{type: math}] (got 'math')."),
+        ("monitors=[wandb]", "'monitors.0' takes keys with values, such as {type: wandb} (got 'wandb')."),
+        ("algorithm=ppo", "'algorithm' takes keys with values, such as {type: ppo} (got 'ppo')."),
+        ("tasks.train={low: 1}", "one of addition, largest, reasoning_gym, rows, jsonl, files, hub, sql."),
+    ],
+)
+def test_advice_is_valid_where_the_key_stands(tmp_path: Path, override: str, sentence: str):
+    assert sentence in refusal(tmp_path, RUN, override)
 
 
 def test_names_in_a_file_are_answered_with_ours(tmp_path: Path):

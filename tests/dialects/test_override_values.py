@@ -98,11 +98,15 @@ def test_quotes_of_a_text_are_not_part_of_it():
         ("text=null", "the command line: 'text' takes a text: put quotes around it (got None)."),
         ("either=what", "the command line: 'either' takes true or false or 'some' (got 'what')."),
         ("words=[[1]]", "the command line: 'words.0' takes a text or a whole number (got [1])."),
+        ("texts=[Q:, A:]", "the command line: the value of 'texts' is not YAML"),
         ("parts=x", "the command line: 'parts' takes a list, such as [a, b] (got 'x')."),
         ("part=x", "the command line: 'part' takes keys with values, such as {a: 1} (got 'x')."),
         ("count.x=1", "the command line: 'count' takes a whole number (got {'x': 1})."),
         ("texts.x=1", "the command line: "),
-        ("parts.3.text=a", "the command line: 'parts.3.text' is beyond the end of its list"),
+        (
+            "parts.3.text=a",
+            "the command line: 'parts.3.text' is beyond the end of its list",
+        ),
         ("a..b=1", "the command line: 'a..b' is not a key."),
         ("=x", "the command line: '=x' is not an override."),
         ("part.rate=.inf", "the command line: 'part.rate' takes a finite number (got inf)."),
@@ -138,6 +142,8 @@ def test_lists_and_sections_are_set_whole_and_by_entry():
         ("stop=[5, 6]", (5, 6)),
         ("stop=[]", ()),
         ("stop=null", None),
+        ("stop=###", ("###",)),
+        ("stop=\n", ("\n",)),
     ],
 )
 def test_one_text_is_a_list_of_one(override: str, stop: tuple[str | int, ...] | None):

@@ -77,6 +77,7 @@ def test_overrides_reach_into_stages(tmp_path: Path):
     file = write(tmp_path, with_key(SMALL, "stages", [{"stage_name": "one"}, {"stage_name": "two"}]))
     own = read_run(file, ["stages.0.steps=1"]).settings
     assert [own.stage_config(number).steps for number in (1, 2)] == [1, 3]
+    assert read_run(file, ["stages.1.stage_name=three"]).settings.stages[1].name == "three"
     foreign = read_run(file, ["stages.1.algorithm.algorithm_type=rloo"]).settings
     assert [foreign.stage_config(number).algorithm.type for number in (1, 2)] == ["grpo_std", "rloo"]
 

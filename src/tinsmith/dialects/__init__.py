@@ -192,7 +192,8 @@ def _is_foreign(dialect: Dialect, key: str) -> bool:
     not have."""
     head, *rest = key.split(".")
     if head == "stages" and dialect.stage_keys:
-        return len(rest) < 2 or (rest[1] in dialect.stage_keys and _is_foreign(dialect, ".".join(rest[1:])))
+        below = ".".join(rest[1:])
+        return len(rest) < 2 or (rest[1] in dialect.stage_keys and (len(rest) == 2 or _is_foreign(dialect, below)))
     if head in dialect.schema.model_fields and head not in RunConfig.model_fields:
         return True
     return has_key(dialect.schema, [head, *rest])
@@ -200,11 +201,10 @@ def _is_foreign(dialect: Dialect, key: str) -> bool:
 
 def _check_key(dialect: Dialect, key: str) -> None:
     """Raises ConfigError for an unknown key that is nearest to one of the dialect's; RunConfig reports the others."""
-    if RunConfig.suggestion(key):
-        return
     own = {without_entries(path): path for path in paths(RunConfig)}
     foreign = {without_entries(path): path for path in paths(dialect.schema)}
-    nearest = nearest_name(without_entries(key), [*own, *foreign], cutoff=0.75)
+    cutoff = 0.9 if RunConfig.suggestion(key) else 0.75
+    nearest = nearest_name(without_entries(key), [*own, *foreign], cutoff=cutoff)
     if nearest and nearest not in own:
         raise ConfigError(f"{COMMAND_LINE}: there is no key '{key}'.", f"Did you mean '{foreign[nearest]}'?")
 

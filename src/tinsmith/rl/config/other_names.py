@@ -5,7 +5,7 @@ docs/reference/names.md is this table. A name is as that system writes it; `our_
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -63,7 +63,7 @@ OTHER_NAMES: Sequence[OtherName] = (
         ("reward_weights", "rewards.0.weight", "the weight of each reward"),
         ("train_dataset", "tasks.train"),
         ("eval_dataset", "tasks.eval"),
-        ("dataset_name", "tasks.train.path"),
+        ("dataset_name", "tasks.train.name", "of a source of type hub"),
         ("eval_steps", "eval.every"),
         ("save_steps", "checkpoint.every"),
         ("save_total_limit", "checkpoint.keep"),
@@ -73,6 +73,16 @@ OTHER_NAMES: Sequence[OtherName] = (
         ("lora_r", "model.rank"),
         ("lora_alpha", "", "32, the constant of the Tinker API"),
         ("use_vllm", "", "the server decides how it samples"),
+        ("vllm_mode", "", "the server decides how it samples"),
+        ("bf16", "service.dtype"),
+        ("fp16", "service.dtype"),
+        ("gradient_checkpointing", "", "the server decides"),
+        ("logging_steps", "", "each step is logged"),
+        ("peft_config", "model.rank"),
+        ("lora_dropout", ""),
+        ("lora_target_modules", "model.train_attn model.train_mlp model.train_unembed"),
+        ("min_p", ""),
+        ("repetition_penalty", ""),
         ("top_entropy_quantile", ""),
     ),
     *_names(
@@ -114,6 +124,8 @@ OTHER_NAMES: Sequence[OtherName] = (
         ("trainer.experiment_name", "name"),
         ("trainer.default_local_dir", "folder"),
         ("trainer.logger", "monitors"),
+        ("trainer.n_gpus_per_node", "", "the server decides how many GPUs it uses"),
+        ("trainer.nnodes", "", "the server decides how many machines it uses"),
         ("custom_reward_function.path", "rewards", "a reward of type custom"),
     ),
     *_names(
@@ -180,17 +192,31 @@ OTHER_NAMES: Sequence[OtherName] = (
         ("dataset", "tasks.train"),
         ("reward_fn", "rewards"),
         ("stop_sequences", "sampling.stop"),
+        ("stop_token_ids", "sampling.stop", "texts and token ids"),
+        ("target_modules", "model.train_attn model.train_mlp model.train_unembed"),
+        ("num_return_sequences", "group_size"),
+        ("betas", "optimizer.beta1 optimizer.beta2"),
+        ("api_key", "model.api_key_env", "the name of an environment variable"),
+        ("base_url", "model.base_url"),
+        ("url", "model.base_url"),
         ("gamma", "algorithm.advantage.gamma"),
         ("lam", "algorithm.advantage.lam"),
     ),
 )
 
 
-def suggestion(key: str) -> str:
-    """The sentence about a key that another system has: its name there, and ours; empty for any other key."""
-    row = next((row for row in OTHER_NAMES if row.name == key), None)
+def suggestion(key: str, our_names: Collection[str] = ()) -> str:
+    """The sentence about a key that another system has: its name there, and ours; empty for any other key.
+
+    `our_names` are names of keys of ours: of those, the last part of a key alone does not say which key is meant.
+    """
     tail = key.rpartition(".")[2]
-    row = row or next((row for row in OTHER_NAMES if row.name.rpartition(".")[2] == tail and len(tail) > 1), None)
+    row = next((row for row in OTHER_NAMES if row.name == key), None)
+    if row is None and len(tail) > 1:
+        row = next((row for row in OTHER_NAMES if row.name.endswith(f".{key}") and "." in key), None)
+        row = row or next((row for row in OTHER_NAMES if row.name == tail), None)
+    if row is None and len(tail) > 1 and tail not in our_names:
+        row = next((row for row in OTHER_NAMES if row.name.rpartition(".")[2] == tail), None)
     if row is None or key in row.our_keys:
         return ""
     owner = f"{row.system}'s name" if row.system != "other systems" else "a name of other systems"

@@ -24,7 +24,7 @@ from tinsmith.rl.algorithms.config import DATA_ONLY
 from tinsmith.rl.config import other_names
 from tinsmith.rl.config.checks import CHECKS
 from tinsmith.rl.config.fields import ROLLOUTS, RunSettings, Stage
-from tinsmith.settings import build, explicit_values
+from tinsmith.settings import build, explicit_values, paths
 
 _TASKS = ("tasks", "workflow", "rewards")
 """Keys that environments replace."""
@@ -78,7 +78,7 @@ class RunConfig(RunSettings):
     @classmethod
     @override
     def suggestion(cls, key: str) -> str:
-        return other_names.suggestion(key)
+        return other_names.suggestion(key, {name for path in paths(cls) for name in path.split(".")})
 
     @model_validator(mode="before")
     @classmethod
