@@ -229,6 +229,19 @@ NUMBER_ONLY = {r"\{4\}", r"\left\{5\right\}"}
 """Contents for `number` alone. The rewards for mathematics accept them as a set of one solution."""
 
 EXPRESSIONS = [
+    # A date is no subtraction.
+    ("2024-01-05", "2024-01-05", True),
+    ("2024-01-05", "2024-1-5", True),
+    ("2024-01-05", "2024-05-01", False),
+    ("2024-01-05", "2018", False),
+    ("2018", "2024-01-05", False),
+    # The brackets of a matrix are not part of it.
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}", True),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix} 1 & 2 \\ 3 & 5 \end{bmatrix}", False),
+    # Digits of other scripts.
+    ("42", "٤٢", True),
+    ("42", "४२", True),
+    ("42", "٤٣", False),
     (r"\sqrt{2}", r"\sqrt{2}", True),
     (r"\sqrt{2}", r"\sqrt2", True),
     (r"\sqrt{2}", "√2", True),

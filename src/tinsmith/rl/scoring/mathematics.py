@@ -51,6 +51,7 @@ _ASSIGNMENT = re.compile(
 _VARIABLE = re.compile(r"\s*([A-Za-z](?:_\{?\w+\}?)?)\s*=")
 _RELATION = re.compile(r"=|[<>]|\\(?:le|ge|ne|lt|gt|in)(?![A-Za-z])")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z'’ .,-]*")
+_DATE = re.compile(r"([12]\d{3})-(0?[1-9]|1[0-2])-(0?[1-9]|[12]\d|3[01])")
 _UNION = re.compile(r"\\cup(?![A-Za-z])|(?<=[)\]])\s*U\s*(?=[(\[])")
 
 
@@ -99,6 +100,8 @@ def _equal(right: str, reply: str, depth: int = 0) -> bool:
     def items_equal(first: str, second: str) -> bool:
         return _equal(first, second, depth + 1)
 
+    if (dates := (_date(right), _date(reply))) != (None, None):
+        return dates[0] == dates[1]
     names = _variable(right), _variable(reply)
     if all(names) and names[0] != names[1] and collection(right) is None:
         return False
@@ -182,6 +185,12 @@ def _differ(first: Any, second: Any) -> bool:
 def _exactly(expression: Any) -> Any:
     """The expression with decimals as fractions."""
     return expression.replace(lambda part: part.is_Float, lambda part: sympy.Rational(str(part)))
+
+
+def _date(text: str) -> tuple[int, ...] | None:
+    """Year, month and day of a date, which is no subtraction; None for other text."""
+    match = _DATE.fullmatch(text.strip())
+    return tuple(map(int, match.groups())) if match else None
 
 
 def _same_text(right: str, reply: str) -> bool:

@@ -10,13 +10,15 @@ import re
 MAX_CHARACTERS = 5_000
 """Longer expressions are compared as text only."""
 
+_ZEROS = (0xFF10, 0x0660, 0x06F0, 0x0966, 0x09E6)
+"""The digits zero of full-width, Arabic, Persian, Devanagari and Bengali script; the others follow."""
 _UNICODE = str.maketrans(
     {
         **dict.fromkeys("−–‐‑﹣－", "-"),
         **dict.fromkeys("\u00a0\u2002\u2003\u2007\u2008\u3000", " "),
         **dict.fromkeys("\u2009\u200a\u202f", "\\,"),
         **dict.fromkeys("\u200b\u200e\u200f\u2060\ufeff", ""),
-        **{chr(0xFF10 + digit): str(digit) for digit in range(10)},
+        **{chr(zero + digit): str(digit) for zero in _ZEROS for digit in range(10)},
         **{character: f"^{{{digit}}}" for digit, character in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
         **{character: f"_{{{digit}}}" for digit, character in enumerate("₀₁₂₃₄₅₆₇₈₉")},
         **{"½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}"},

@@ -60,7 +60,9 @@ _LETTERS = re.compile(r"(?<!\\)\b[A-Za-z]\b|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])"
 _PROSE = re.compile(
     r"(?i)(?<![\\A-Za-z])(?:[A-Za-z]{3,}|is|it|we|so|to|of|if|be|as|at|by|my|no|an|do|he|on|in|us|up)(?![A-Za-z])"
 )
-_NOT_PROSE = re.compile(r"\\text\{[^{}]*\}|\\[A-Za-z]+|\b(?:and|or|sin|cos|tan|log|exp|mod|max|min|gcd|lcm|sqrt|pi)\b")
+_NOT_PROSE = re.compile(
+    r"\\text\{[^{}]*\}|\\(?:begin|end)\s*\{\w+\*?\}|\\[A-Za-z]+|\b(?:and|or|sin|cos|tan|log|exp|mod|max|min|gcd|lcm|sqrt|pi)\b"
+)
 
 
 @dataclass(frozen=True, slots=True)
