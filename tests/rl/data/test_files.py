@@ -205,6 +205,12 @@ GOOD = '{"question": "q", "answer": "1"}\n'
         (GOOD.encode("utf-16-le"), "line 1 contains a byte 0.*iconv -f UTF-16LE"),
         (GOOD.encode("utf-16")[:-1], "line 1 is not UTF-16"),
         (b"PAR1" + bytes(9), "is a Parquet file, not text.*files"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n",
+            "is a pointer of Git LFS.*git lfs pull",
+        ),
+        (b"<!DOCTYPE html>\n<html>", "is a web page.*Download the file itself"),
+        (b'{"question": ["q", "r"], "answer": ["1", "2"]}', "line 1: .* is not a chat"),
         (b"PK\x03\x04", "is a zip archive"),
     ],
 )
@@ -278,6 +284,15 @@ def test_tables_keep_their_values_and_name_the_row(tmp_path):
     assert "several formats" in fault(Files(path=f"{tmp_path}/[ad].*"))
     stored(tmp_path / "e.arrow", b"x" * 40)
     assert "Cannot load the dataset" in fault(Files(path=f"{tmp_path}/e.arrow"))
+
+
+def test_tables_without_rows_or_data_say_so(tmp_path):
+    import pandas
+
+    pandas.DataFrame({"question": [], "answer": []}).to_parquet(tmp_path / "empty.parquet")
+    stored(tmp_path / "pointer.parquet", "version https://git-lfs.github.com/spec/v1\n")
+    assert "has no rows" in fault(Files(path=f"{tmp_path}/empty.parquet"))
+    assert "is a pointer of Git LFS" in fault(Files(path=f"{tmp_path}/pointer.parquet"))
 
 
 def test_text_of_dataset_folders_is_read_as_it_stands(tmp_path):

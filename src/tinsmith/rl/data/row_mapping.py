@@ -352,6 +352,8 @@ def _chat(
 
 
 def _message(entry: Mapping[str, Any], images: Iterator[Image], place: str) -> Message:
+    if not isinstance(entry, Mapping):
+        raise TypeError
     more = {name: value for name, value in entry.items() if name not in ("role", "content") and value is not None}
     content = entry["content"] or ""
     text, placed = read_parts(content, images, place) if isinstance(content, list) else (str(content), ())

@@ -15,6 +15,7 @@ from typing_extensions import override
 from tinsmith.errors import ConfigError, Unreachable
 from tinsmith.rl.data.files.csv_rows import read_csv
 from tinsmith.rl.data.files.json_rows import read_json
+from tinsmith.rl.data.files.text import first_bytes, refuse_other_kinds
 from tinsmith.rl.data.rows import JoinedRows, Row, Rows
 
 _READERS = {"json": read_json, "csv": read_csv}
@@ -66,7 +67,9 @@ def load_tables(label: str, format_name: str, files: Sequence[Path]) -> Rows:
         from pyarrow.parquet import read_metadata
 
         for file in files:
-            _loaded(str(file), read_metadata, file)  # names the damaged one
+            refuse_other_kinds(file, first_bytes(file), but=b"PAR1")
+        if not sum(_loaded(str(file), read_metadata, file).num_rows for file in files):  # names the damaged one
+            return JoinedRows([])
     paths = [str(file) for file in files]
     return TableRows(label, _loaded(label, load, format_name, data_files=paths, split="train"))
 

@@ -24,18 +24,36 @@ COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 """Extensions of compressed files, which come after that of the format."""
 
 _FAULTS_OF_COMPRESSION = (EOFError, zlib.error, lzma.LZMAError, ZstdError, gzip.BadGzipFile)
+_HEAD = 64
+_RAW = "Download the file itself, not the page that shows it."
 _WIDE_ENCODINGS = (
     (codecs.BOM_UTF32_LE, "utf-32"),  # before UTF-16, whose mark is the beginning of this one
     (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-_BINARY = {
-    b"PAR1": ("a Parquet file", "Set type to files, and name the file *.parquet."),
-    b"ARROW1": ("an Arrow file", "Set type to files, and name the file *.arrow."),
-    b"PK\x03\x04": ("a zip archive or a workbook", "Unpack it; save the sheet of a workbook as CSV in UTF-8."),
-    b"SQLite format 3": ("an SQLite database", "Set type to sql, with its url and table."),
+_OTHER_KINDS = {
+    b"PAR1": ("a Parquet file, not text", "Set type to files, and name the file *.parquet."),
+    b"ARROW1": ("an Arrow file, not text", "Set type to files, and name the file *.arrow."),
+    b"PK\x03\x04": (
+        "a zip archive or a workbook, not text",
+        "Unpack it; save the sheet of a workbook as CSV in UTF-8.",
+    ),
+    b"SQLite format 3": ("an SQLite database, not text", "Set type to sql, with its url and table."),
+    b"version https://git-lfs": ("a pointer of Git LFS, not the data", "Fetch the data: git lfs pull."),
+    b"<!doctype html": ("a web page, not data", _RAW),
+    b"<html": ("a web page, not data", _RAW),
 }
+"""How files that are not text with rows begin: what they are, and what to do."""
+
+
+def first_bytes(file: Path) -> bytes:
+    """The first bytes of a file, by which its kind is known. Raises ConfigError if it cannot be read."""
+    try:
+        with file.open("rb") as stored:
+            return stored.read(_HEAD)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror or error}.", "Check its permissions.") from error
 
 
 def read_lines(file: Path) -> Iterator[str]:
@@ -92,9 +110,7 @@ class _Zstandard(RawIOBase):
 
 def _decoded(file: Path, stream: IO[bytes] | BufferedIOBase) -> Iterator[str]:
     first = stream.readline()
-    for start, (kind, hint) in _BINARY.items():
-        if first.startswith(start):
-            raise ConfigError(f"{file} is {kind}, not text.", hint)
+    refuse_other_kinds(file, first)
     encoding = next((name for mark, name in _WIDE_ENCODINGS if first.startswith(mark)), "")
     if encoding:
         yield from StringIO(_wide_text(file, first + stream.read(), encoding), newline="")
@@ -105,6 +121,14 @@ def _decoded(file: Path, stream: IO[bytes] | BufferedIOBase) -> Iterator[str]:
             number += 1
             yield text
         line = stream.readline()
+
+
+def refuse_other_kinds(file: Path, begin: bytes, but: bytes = b"") -> None:
+    """Raise ConfigError if a file that begins so is of a kind without rows of text, but for the kind that begins with
+    `but`."""
+    for start, (kind, hint) in _OTHER_KINDS.items():
+        if start != but and begin[:_HEAD].lower().startswith(start.lower()):
+            raise ConfigError(f"{file} is {kind}.", hint)
 
 
 def _split(line: str) -> Iterator[str]:
