@@ -24,7 +24,7 @@ install: $(INSTALLED)  ## create $(VENV) for demo, tests and checks; the other t
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -qq --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[dev,hub]'
+	$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[serve,dev,hub]'
 	touch $@
 
 vllm: $(VLLM)/.installed  ## create $(VLLM) with vLLM for CPUs, for `tinsmith serve --sampler vllm`

@@ -174,6 +174,11 @@ def _address(settings: RunConfig) -> str:
     return settings.model.base_url or os.environ.get("TINKER_BASE_URL", "")
 
 
+def starts_service(settings: RunConfig) -> bool:
+    """Whether the run starts a service of its own."""
+    return not _address(settings)
+
+
 @contextmanager
 def server(settings: RunConfig) -> Iterator[tuple[str, str]]:
     """The base URL and API key of the server to use; started here if no URL is set."""

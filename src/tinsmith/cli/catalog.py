@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from tinsmith.engine.config import DEFAULT_MODEL
 from tinsmith.errors import ConfigError
+from tinsmith.extras import require_torch
 
 POLL_S = 0.5
 
@@ -155,6 +156,7 @@ def _call(method: str, url: str, key: str, path: str, body: dict[str, Any] | Non
 
 def pull(name: str) -> Path:
     """Download a model, unless it is here already, and return its folder. Raises ConfigError for an unknown name."""
+    require_torch("tinsmith models pull")
     from tinsmith.engine.model.sources import locate
 
     return Path(locate(name).folder)

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from tinsmith.cli.run_file import Config, FileAndOverrides, PluginDir, file_and_overrides, read_with_notes, with_plugins
 from tinsmith.errors import ConfigError, Unreachable
+from tinsmith.extras import has_torch
 from tinsmith.plurals import counted
 from tinsmith.terminal import new_console
 
@@ -42,6 +43,7 @@ def check(
     if offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
     run_file = read_with_notes(file, with_plugins(overrides, plugin_dir))
+    _check_packages(run_file.settings)
     _check_monitors(run_file.settings)
     _check_images(run_file.settings)
     for line in _data_lines(run_file.settings):
@@ -52,6 +54,21 @@ def check(
 
 def _stages(run: RunConfig) -> list[RunConfig]:
     return [run.stage_config(number) for number in range(1, len(run.stages) + 1)] or [run]
+
+
+def _check_packages(run: RunConfig) -> None:
+    """Note that a run without a server needs PyTorch. Raises ConfigError for a loss that needs it, if it is missing."""
+    from tinsmith.rl.algorithms.algorithm import check_packages
+    from tinsmith.runner import starts_service
+
+    for stage in _stages(run):
+        if stage.mode not in ("explore", "bench"):
+            check_packages(stage.algorithm, stage.updates)
+    if starts_service(run) and run.service.engine == "torch" and not has_torch():
+        sys.stderr.write(
+            "note: the run starts a service of its own, whose engine needs PyTorch: pip install 'tinsmith[serve]', "
+            "or set model.base_url or TINKER_BASE_URL\n"
+        )
 
 
 def _check_images(run: RunConfig) -> None:

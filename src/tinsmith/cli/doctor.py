@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from tinsmith.errors import TinsmithError
+from tinsmith.extras import has_torch, require_torch
 from tinsmith.plurals import counted
 from tinsmith.service.config import ServeConfig
 
@@ -66,6 +67,9 @@ def _python(_config: ServeConfig) -> Finding:
 
 
 def _torch(config: ServeConfig) -> Finding:
+    if config.engine == "fake" and not has_torch():
+        return Finding("ok", "torch", "not installed, and engine=fake needs none")
+    require_torch("The engine", "A client of another server needs none.")
     import torch
 
     if config.device == "cuda" and not torch.cuda.is_available():
@@ -91,6 +95,8 @@ def _torch(config: ServeConfig) -> Finding:
 
 def _compiler(config: ServeConfig) -> Finding:
     """On a GPU, compile a kernel as the engine does and run it."""
+    if not has_torch():
+        return Finding("ok", "compiler", "not needed without PyTorch")
     import torch
 
     if config.engine == "fake" or config.device == "cpu" or not torch.cuda.is_available():
@@ -184,11 +190,12 @@ def _port(config: ServeConfig) -> Finding:
 
 
 def _models(config: ServeConfig) -> Finding:
+    if config.engine == "fake":
+        return Finding("ok", "models", f"{', '.join(config.sources())}, without weights")
+    require_torch("Loading a base model")
     from tinsmith.cli.catalog import cached
     from tinsmith.engine.model.sources import check_path
 
-    if config.engine == "fake":
-        return Finding("ok", "models", f"{', '.join(config.sources())}, without weights")
     for source in config.sources():
         check_path(source)
     names = {model.name for model in cached()}

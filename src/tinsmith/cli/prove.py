@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from tinsmith.extras import require_torch
+
 if TYPE_CHECKING:
     from tinsmith.service.config import ServeConfig
 
@@ -46,6 +48,7 @@ def prove(
     from tinsmith.proof.server import ProofServer
     from tinsmith.terminal import new_console
 
+    require_torch("tinsmith prove")
     console, checks = new_console(soft_wrap=True), []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))

@@ -14,6 +14,7 @@ from cyclopts import Parameter
 
 from tinsmith.cli.machine import Server, server_address
 from tinsmith.errors import ConfigError
+from tinsmith.extras import require_torch
 from tinsmith.plurals import counted
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def import_adapter(
     data
         Data folder of a server that is not running: it is started for the import, with --model NAME or NAME=SOURCE.
     """
+    require_torch("tinsmith import")
     from tinsmith.engine.exchange.adapters import make_readable
     from tinsmith.engine.exchange.archive import pack, unpack
 
@@ -115,8 +117,8 @@ def export(
     data
         Data folder that holds the checkpoint, whether its server runs or not.
     """
-    from tinsmith.engine.exchange import gguf
-    from tinsmith.engine.exchange.adapters import write
+    require_torch("tinsmith export")
+    from tinsmith.engine.exchange import adapters, gguf
     from tinsmith.engine.exchange.merge import merge
 
     if to.exists() and (to.is_file() or any(to.iterdir())):
@@ -126,7 +128,7 @@ def export(
         scratch = Path(stack.enter_context(TemporaryDirectory(dir=_existing_parent(to))))
         adapter = _fetch(checkpoint, scratch, data, server)
         if format in ("peft", "tinker", "vllm"):
-            write(adapter, to, format, base)
+            adapters.write(adapter, to, format, base)
             done = f"{to}: adapter"
         else:
             model = scratch / "model" if format == "gguf" else to

@@ -20,6 +20,7 @@ from prometheus_client.core import Metric
 
 from tinsmith.chat.tokenizer import TokenizerCache
 from tinsmith.errors import ConfigError, TinsmithError
+from tinsmith.extras import require_torch
 from tinsmith.service.app import create_app
 from tinsmith.service.base_models import BaseModels
 from tinsmith.service.budgets.activity import SessionActivity
@@ -90,6 +91,8 @@ def serve(
     `start` starts an engine; by default it follows from the settings.
     Raises ConfigError if the port or the data folder is in use, and the error of an engine that does not start.
     """
+    if config.engine == "torch" and start is None:
+        require_torch("The engine", "A client of another server needs none: model.base_url, or TINKER_BASE_URL.")
     configure_logging(config.log_format, config.log_level)
     _raise_file_limit()
     os.umask(PRIVATE_UMASK)

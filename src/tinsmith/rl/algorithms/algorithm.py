@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from tinsmith.errors import ConfigError
+from tinsmith.extras import require_torch
 from tinsmith.rl.algorithms import loss_dispatch
 from tinsmith.rl.algorithms.advantages.base import Advantages, Trace, trace_from_trajectory, with_turn_returns
 from tinsmith.rl.algorithms.advantages.per_token import GaeAdvantage
@@ -32,6 +32,20 @@ from tinsmith.rl.policy.training_rows import (
     scatter_to_rows,
 )
 from tinsmith.rl.types import Group
+
+
+def check_packages(
+    config: AlgorithmConfig, updates: UpdatesConfig, extensions: frozenset[str] = loss_dispatch.EXTENSIONS
+) -> None:
+    """Raise ConfigError if the loss is computed here, by a server with these extensions, and PyTorch is missing."""
+    if loss_dispatch.server_loss(config, extensions, anchored=_is_anchored(config, updates)) is None:
+        loss = f"the server has no loss {config.loss.type} with these terms"
+        require_torch(f"algorithm {config.type}: {loss}, and computing it here")
+
+
+def _is_anchored(config: AlgorithmConfig, updates: UpdatesConfig) -> bool:
+    return config.correction.enabled and updates.steps > 1
+
 
 ColumnSource = Callable[[Sequence[TrainingRow]], Awaitable[list[np.ndarray]]]
 """Computes one column, float32 [N] for each row."""
@@ -64,14 +78,15 @@ class Algorithm:
         `group_size`: rollouts of a task; above 1, a trajectory without siblings is not trained on; `updates`: optimizer
         steps of a batch, one if not given.
 
-        Raises ConfigError if the source of a column is missing.
+        Raises ConfigError if the source of a column is missing, or if the loss is computed here without PyTorch.
         """
         self._updates = updates or UpdatesConfig()
-        self._anchored = config.correction.enabled and self._updates.steps > 1
+        self._anchored = _is_anchored(config, self._updates)
         needed = config.columns | ({"proximal"} if self._anchored else set())
         if missing := sorted(needed - columns.keys()):
             raise ConfigError(f"algorithm: {config.type} reads {', '.join(missing)}, which no source provides.")
         self._config, self._columns, self._seed, self._group_size = config, columns, seed, group_size
+        check_packages(config, self._updates, extensions)
         self._server_loss = loss_dispatch.server_loss(config, extensions, anchored=self._anchored)
         self._kl_coef, self._penalty_coef = config.kl.coef, config.kl_penalty.coef
 
@@ -215,8 +230,8 @@ class Algorithm:
             return list(replies), {}
         penalized, divergences = [], [np.zeros(0)]
         for reply in replies:
-            old, reference = torch.from_numpy(reply.trace.logprobs), torch.from_numpy(reply.trace.columns["reference"])
-            divergence_T = divergence(self._config.kl_penalty.type, old, old, reference).numpy()
+            old, reference = reply.trace.logprobs, reply.trace.columns["reference"]
+            divergence_T = divergence(self._config.kl_penalty.type, old, old, reference)
             divergences.append(divergence_T)
             penalized.append(replace(reply, trace=replace(reply.trace, penalty=self._penalty_coef * divergence_T)))
         all_tokens = np.concatenate(divergences)
@@ -275,8 +290,8 @@ class Algorithm:
             return Update(rows=())
         batch = loss_dispatch.tokens_of_rows(rows, self._config, step)
         if self._config.drop_zero_advantage:
-            nonzero = [bool(row.advantages.any()) for row in rows]
-            batch = batch.select_rows(torch.tensor(nonzero))
+            nonzero = np.array([row.advantages.any() for row in rows], bool)
+            batch = batch.select_rows(nonzero)
             rows = [row for row, selected in zip(rows, nonzero, strict=True) if selected]
         if not rows:
             return Update(rows=())

@@ -15,10 +15,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Literal
 
-import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
+from tinsmith.rl.algorithms.arrays import Array, at_least_one, library_of, sums_of_rows, without_gradient
 from tinsmith.rl.algorithms.losses.base import LOG_RATIO_LIMIT, Tokens, token_fraction
 from tinsmith.settings import Needs, Settings
 
@@ -71,59 +70,61 @@ class CorrectionConfig(Settings):
         low, high = _MASK_BOUNDS.get(self.mask, (0.0, float("inf")))
         return (low if self.mask_low is None else self.mask_low, high if self.mask_high is None else self.mask_high)
 
-    def corrected(self, logprobs: Tensor, batch: Tokens) -> tuple[Tokens, dict[str, Tensor]]:
+    def corrected(self, logprobs: Array, batch: Tokens) -> tuple[Tokens, dict[str, Array]]:
         """The batch with weighted tokens, whose importance ratios are relative to the trainer if there are weights, and
         metrics."""
-        anchor = logprobs.detach() if batch.proximal is None or not self.enabled else batch.proximal
+        library = library_of(logprobs)
+        anchor = without_gradient(logprobs) if batch.proximal is None or not self.enabled else batch.proximal
         difference = anchor - batch.old
         ratio = _exp(_row_sums(difference, batch) if self.level == "sequence" else difference)
         weight = self._bounded(ratio)
-        bounded = (weight != ratio) & ~batch.expert if self.type in _WEIGHTED else torch.zeros_like(batch.expert)
-        weight = torch.where(self._masked(difference, batch), torch.zeros_like(weight), weight)
-        weight = torch.where(batch.expert, torch.ones_like(weight), weight)
+        bounded = (weight != ratio) & ~batch.expert if self.type in _WEIGHTED else library.zeros_like(batch.expert)
+        weight = library.where(self._masked(difference, batch), library.zeros_like(weight), weight)
+        weight = library.where(batch.expert, library.ones_like(weight), weight)
         policy = batch.counts * ~batch.expert
         metrics = {"correction/masked": _share((weight == 0) & ~batch.expert, policy)}
         if self.type in _WEIGHTED:
-            metrics["correction/weight"] = (weight * policy).sum() / policy.sum().clamp(min=1.0)
+            metrics["correction/weight"] = (weight * policy).sum() / at_least_one(policy.sum())
             metrics["correction/bounded"] = token_fraction(bounded, batch)
         scaled = {"weights": batch.weights * weight, "policy_weights": batch.policy_weights * weight}
-        old = torch.where(batch.expert, batch.old, anchor) if self.enabled else batch.old
+        old = library.where(batch.expert, batch.old, anchor) if self.enabled else batch.old
         return replace(batch, old=old, **scaled), metrics
 
-    def _bounded(self, ratio: Tensor) -> Tensor:
+    def _bounded(self, ratio: Array) -> Array:
+        library = library_of(ratio)
         match self.type:
             case "tis":
-                return ratio.clamp(max=self.cap)
+                return library.clip(ratio, None, self.cap)
             case "mis":
-                return torch.where((ratio >= self.floor) & (ratio <= self.cap), ratio, torch.zeros_like(ratio))
+                return library.where((ratio >= self.floor) & (ratio <= self.cap), ratio, library.zeros_like(ratio))
             case _:
-                return torch.ones_like(ratio)
+                return library.ones_like(ratio)
 
-    def _masked(self, difference: Tensor, batch: Tokens) -> Tensor:
+    def _masked(self, difference: Array, batch: Tokens) -> Array:
         """bool [T]: whether the mask ignores the token."""
-        low, high = self.mask_bounds
+        library, (low, high) = library_of(difference), self.mask_bounds
         match self.mask:
             case "token":
                 ratio = _exp(difference)
-                return torch.where(batch.advantages > 0, ratio > high, (ratio < low) & (batch.advantages < 0))
+                return library.where(batch.advantages > 0, ratio > high, (ratio < low) & (batch.advantages < 0))
             case "sequence":
                 ratio = _exp(_row_sums(difference, batch))
             case "geometric":
                 ratio = _exp(batch.row_mean(difference))
             case _:
-                return torch.zeros_like(batch.expert)
+                return library.zeros_like(batch.expert)
         return (ratio < low) | (ratio > high)
 
 
-def _exp(difference: Tensor) -> Tensor:
-    return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+def _exp(difference: Array) -> Array:
+    library = library_of(difference)
+    return library.exp(library.clip(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
-def _row_sums(values: Tensor, batch: Tokens) -> Tensor:
+def _row_sums(values: Array, batch: Tokens) -> Array:
     """[T]: the sum of `values` over the row of each token."""
-    rows = torch.zeros(int(batch.sequence[-1]) + 1, dtype=values.dtype)
-    return rows.index_add(0, batch.sequence, values)[batch.sequence]
+    return sums_of_rows(values, batch.sequence, int(batch.sequence[-1]) + 1)[batch.sequence]
 
 
-def _share(condition: Tensor, counts: Tensor) -> Tensor:
-    return (condition * counts).sum() / counts.sum().clamp(min=1.0)
+def _share(condition: Array, counts: Array) -> Array:
+    return (condition * counts).sum() / at_least_one(counts.sum())

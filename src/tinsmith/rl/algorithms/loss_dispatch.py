@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from tinsmith.rl.algorithms.arrays import Array, at_least_one, without_gradient
 from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.algorithms.losses.base import Aggregate, PolicyLoss, Tokens, aggregate_weights
 from tinsmith.rl.algorithms.losses.policy_gradient import CispoLoss, DroLoss, GspoLoss, ImportanceSamplingLoss, PpoLoss
@@ -27,6 +26,8 @@ _ESTIMATORS = ("k1", "k2", "k3")
 _KL = frozenset(("kl_coef", "kl_estimator", "kl_mask", "ref_logprobs"))
 _ENTROPY = frozenset(("entropy_coef", "entropy_mask"))
 _DUAL_CLIP = "dual_clip"
+EXTENSIONS = _KL | _ENTROPY | {_DUAL_CLIP}
+"""Loss inputs and settings that a server may add to the Tinker API, and that losses here use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,20 +120,20 @@ def _bounds(low: float, high: float) -> dict[str, float]:
 
 
 def tokens_of_rows(rows: Sequence[TrainingRow], config: AlgorithmConfig, step: int) -> Tokens:
-    """All tokens inside the masks of the rows, concatenated."""
+    """All tokens inside the masks of the rows, concatenated, in arrays of NumPy."""
 
-    def flat(columns: Sequence[np.ndarray]) -> Tensor:
+    def flat(columns: Sequence[np.ndarray]) -> np.ndarray:
         pieces = [np.asarray(column, np.float64)[row.mask] for row, column in zip(rows, columns, strict=True)]
-        return torch.from_numpy(np.concatenate([np.zeros(0), *pieces]))
+        return np.concatenate([np.zeros(0), *pieces])
 
-    lengths = torch.tensor([int(row.mask.sum()) for row in rows], dtype=torch.long)
-    sequence = torch.repeat_interleave(torch.arange(len(rows)), lengths)
-    counts = torch.tensor([float(row.count) for row in rows], dtype=torch.float64)[sequence]
-    expert = torch.tensor([row.kind == "expert" for row in rows], dtype=torch.bool)[sequence]
+    lengths = np.array([row.mask.sum() for row in rows], np.int64)
+    sequence = np.repeat(np.arange(len(rows)), lengths)
+    counts = np.array([row.count for row in rows], np.float64)[sequence]
+    expert = np.array([row.kind == "expert" for row in rows], bool)[sequence]
     chosen = [at for at, row in enumerate(rows) if row.kind == "chosen"]
     rejected = [at for at, row in enumerate(rows) if row.kind == "rejected"]
     own_aggregate = config.loss.expert_aggregate if isinstance(config.loss, MixtureLoss) else None
-    kinds: tuple[tuple[Aggregate, Tensor], ...] = (
+    kinds: tuple[tuple[Aggregate, np.ndarray], ...] = (
         (config.aggregate, expert | ~expert),
         (config.aggregate, ~expert),
         (own_aggregate or config.aggregate, expert),
@@ -149,7 +150,7 @@ def tokens_of_rows(rows: Sequence[TrainingRow], config: AlgorithmConfig, step: i
         expert_weights=weights[2],
         reference=flat([row.columns["reference"] for row in rows]) if config.loss_reads_reference else None,
         proximal=flat([row.columns.get("proximal", row.logprobs) for row in rows]) if _anchored(rows) else None,
-        pairs=torch.tensor(list(zip(chosen, rejected, strict=True))) if chosen else None,
+        pairs=np.array(list(zip(chosen, rejected, strict=True))) if chosen else None,
         step=step,
     )
 
@@ -159,14 +160,14 @@ def _anchored(rows: Sequence[TrainingRow]) -> bool:
 
 
 def objective(
-    logprobs: Tensor, batch: Tokens, config: AlgorithmConfig, context: LossContext
-) -> tuple[Tensor, dict[str, Tensor]]:
+    logprobs: Array, batch: Tokens, config: AlgorithmConfig, context: LossContext
+) -> tuple[Array, dict[str, Array]]:
     """The loss with its terms for logprobs [T], and its metrics; divergence and entropy are means over tokens."""
     corrected, numbers = _corrected(logprobs, batch, config)
     loss, metrics = config.loss.total(logprobs, corrected)
     numbers |= {"policy_loss": loss, **metrics}
     counts = batch.counts * ~batch.expert
-    total = counts.sum().clamp(min=1.0)
+    total = at_least_one(counts.sum())
     if context.kl_coef and batch.reference is not None and config.kl.enabled:
         values = divergence(config.kl.type, logprobs, batch.old, batch.reference) * counts
         numbers["kl"] = values.sum() / total
@@ -174,12 +175,13 @@ def objective(
     if config.entropy.coef:
         values, surrogate = sampled_entropy(logprobs, batch)
         numbers["entropy"] = (values * counts).sum() / total
-        bonus = surrogate - surrogate.detach() + values  # the value of `values` with the gradient of `surrogate`
+        # the value of `values` with the gradient of `surrogate`
+        bonus = surrogate - without_gradient(surrogate) + values
         loss = loss - config.entropy.coef * (batch.weights * counts * bonus).sum()
     return loss, numbers
 
 
-def _corrected(logprobs: Tensor, batch: Tokens, config: AlgorithmConfig) -> tuple[Tokens, dict[str, Tensor]]:
+def _corrected(logprobs: Array, batch: Tokens, config: AlgorithmConfig) -> tuple[Tokens, dict[str, Array]]:
     return config.correction.corrected(logprobs, batch) if config.correction.changes_loss else (batch, {})
 
 
@@ -191,13 +193,13 @@ def update_by_server(
     weights = batch.weights
     if batch.proximal is not None:
         anchored, _ = config.correction.corrected(batch.proximal, batch)
-        old_N, weights = scatter_to_rows(rows, anchored.old.numpy()), anchored.weights
+        old_N, weights = scatter_to_rows(rows, anchored.old), anchored.weights
     scaled_advantages = weights * (batch.counts if isinstance(config.loss, SftLoss) else batch.advantages)
     if isinstance(config.loss, OpmdLoss):
         scaled_advantages = scaled_advantages / (1.0 + config.loss.tau)
-    masks_N = scatter_to_rows(rows, (batch.weights * batch.counts * ~batch.expert).numpy())
+    masks_N = scatter_to_rows(rows, batch.weights * batch.counts * ~batch.expert)
     inputs: list[Mapping[str, np.ndarray]] = []
-    columns_N = scatter_to_rows(rows, scaled_advantages.numpy())
+    columns_N = scatter_to_rows(rows, scaled_advantages)
     for row, column, old, mask in zip(rows, columns_N, old_N, masks_N, strict=True):
         arrays = {"weights": column} if loss.weights_only else {"logprobs": old, "advantages": column}
         if loss.sequence_mask:
@@ -215,7 +217,7 @@ def update_by_server(
 
     def measure(logprobs: Sequence[np.ndarray]) -> dict[str, float]:
         columns = [row_logprobs[row.mask] for row, row_logprobs in zip(rows, logprobs, strict=True)]
-        flat = torch.from_numpy(np.concatenate(columns).astype(np.float64))
+        flat = np.concatenate(columns).astype(np.float64)
         corrected, numbers = _corrected(flat, batch, config)
         return {name: float(number) for name, number in (numbers | config.loss.total(flat, corrected)[1]).items()}
 
@@ -225,12 +227,15 @@ def update_by_server(
 def update_by_client(
     rows: Sequence[TrainingRow], batch: Tokens, config: AlgorithmConfig, context: LossContext
 ) -> Update:
-    """An update whose loss the client computes from the logprobs of one more forward pass."""
+    """An update whose loss the client computes, with PyTorch, from the logprobs of one more forward pass."""
+    import torch
+
+    tensors = batch.as_tensors()
     masks = [torch.from_numpy(row.mask) for row in rows]
 
-    def loss(logprobs: Sequence[Any]) -> tuple[Tensor, dict[str, float]]:
+    def loss(logprobs: Sequence[Any]) -> tuple[Array, dict[str, float]]:
         flat = torch.cat([row_logprobs.double()[mask] for row_logprobs, mask in zip(logprobs, masks, strict=True)])
-        value, numbers = objective(flat, batch, config, context)
+        value, numbers = objective(flat, tensors, config, context)
         return value, {name: float(number.detach()) for name, number in numbers.items()}
 
     return Update(rows=tuple(rows), client=loss)

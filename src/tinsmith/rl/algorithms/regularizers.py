@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
-from torch import Tensor
 
-from tinsmith.rl.algorithms.losses.base import LOG_RATIO_LIMIT, Tokens
+from tinsmith.rl.algorithms.arrays import Array, library_of, without_gradient
+from tinsmith.rl.algorithms.losses.base import LOG_RATIO_LIMIT, Tokens, importance_ratio
 from tinsmith.settings import Needs, Settings
 
 Estimator = Literal["none", "k1", "k2", "k3", "low_var_kl", "abs", "corrected_k3"]
@@ -67,31 +67,32 @@ class EntropyConfig(Settings):
     """Coefficient of the entropy; 0 turns it off, and a negative one lowers the entropy."""
 
 
-def divergence(kind: Estimator, logprobs: Tensor, old: Tensor, reference: Tensor) -> Tensor:
+def divergence(kind: Estimator, logprobs: Array, old: Array, reference: Array) -> Array:
     """Estimated divergence at sampled tokens, [T]. `old`: logprobs of the sampling policy."""
-    d = logprobs - reference
+    library, d = library_of(logprobs), logprobs - reference
     match kind:
         case "none":
             return d * 0.0
         case "k1":
             return d
         case "k2":
-            return 0.5 * d.square()
+            return 0.5 * d**2
         case "k3":
-            return (-d).exp() - 1.0 + d
+            return library.exp(-d) - 1.0 + d
         case "low_var_kl":
-            bounded = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-            return ((-bounded).exp() - 1.0 + bounded).clamp(-10.0, 10.0)
+            bounded = library.clip(d, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+            return library.clip(library.exp(-bounded) - 1.0 + bounded, -10.0, 10.0)
         case "abs":
-            return d.abs()
+            return library.abs(d)
         case "corrected_k3":
-            return (logprobs - old).exp().clamp(0.0, 2.0) * ((-d).exp() - 1.0 + d)
+            return library.clip(library.exp(logprobs - old), 0.0, 2.0) * (library.exp(-d) - 1.0 + d)
 
 
-def sampled_entropy(logprobs: Tensor, batch: Tokens) -> tuple[Tensor, Tensor]:
+def sampled_entropy(logprobs: Array, batch: Tokens) -> tuple[Array, Array]:
     """Unbiased estimates of the entropy at sampled tokens: (value [T], surrogate [T] whose gradient is the entropy's).
 
     H = -E[p], and since E[grad p] = 0, grad H = -E[p grad p]. Tokens are weighted by their importance ratio.
     """
-    ratio = (logprobs.detach() - batch.old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return -ratio * logprobs.detach(), -ratio * logprobs.detach() * logprobs
+    constant = without_gradient(logprobs)
+    ratio = importance_ratio(constant, batch)
+    return -ratio * constant, -ratio * constant * logprobs

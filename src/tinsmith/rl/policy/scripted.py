@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import torch
 from typing_extensions import override
 
 from tinsmith.errors import Unsupported
@@ -363,6 +362,8 @@ def _reply_index(replies: Sequence[str], tokens: Sequence[int] | np.ndarray) -> 
 def _gradients(update: Update, logprobs: Sequence[np.ndarray]) -> tuple[float, list[np.ndarray], dict[str, float]]:
     """(loss, d loss / d logprobs of each row, metrics) of importance_sampling, cross_entropy or a client's loss."""
     if update.client is not None:
+        import torch
+
         leaves = [torch.from_numpy(values.astype(np.float64)).requires_grad_() for values in logprobs]
         loss, metrics = update.client(leaves)
         return float(loss.detach()), [gradient_N.numpy() for gradient_N in torch.autograd.grad(loss, leaves)], metrics

@@ -1,18 +1,18 @@
 """Base class of policy losses: a loss for each token, and the weights of the aggregate that sum them up.
 
 The T tokens of all rows of an update are concatenated; `sequence` is the row of each. The loss is the sum of w_t l_t
-with the weights of the aggregate, so means cover the whole batch, however its rows are split into requests. Tensors
-are float64 on the CPU.
+with the weights of the aggregate, so means cover the whole batch, however its rows are split into requests. Arrays
+are float64, of NumPy or of PyTorch (`arrays`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from tinsmith.rl.algorithms.arrays import Array, at_least_one, library_of, sums_of_rows
 from tinsmith.settings import Settings
 
 Aggregate = Literal["token_sum", "token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
@@ -23,43 +23,42 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """All tokens of an update; tensors are [T] and rows count from 0."""
+    """All tokens of an update; arrays are [T] and rows count from 0."""
 
-    old: Tensor
+    old: Array
     """Logprobs of the sampling policy; 0 at tokens of demonstrations."""
-    advantages: Tensor
-    sequence: Tensor
+    advantages: Array
+    sequence: Array
     """int64: the row of each token, in ascending order."""
-    counts: Tensor
+    counts: Array
     """Number of identical replies merged into the token's row."""
-    expert: Tensor
+    expert: Array
     """bool: whether the token is of a demonstration rather than the policy."""
-    weights: Tensor
+    weights: Array
     """Weights w of the aggregate over all rows, for one reply of each row."""
-    policy_weights: Tensor
+    policy_weights: Array
     """Weights of the aggregate over the policy's rows alone; 0 at demonstrations."""
-    expert_weights: Tensor
+    expert_weights: Array
     """Weights of the aggregate over demonstrations alone; 0 at the policy's tokens."""
-    reference: Tensor | None = None
+    reference: Array | None = None
     """Logprobs of the reference."""
-    proximal: Tensor | None = None
+    proximal: Array | None = None
     """Logprobs of the trained policy before the first update of the batch; None if it has one update."""
-    pairs: Tensor | None = None
+    pairs: Array | None = None
     """int64 [pairs, 2]: rows of the chosen and the rejected reply of each pair."""
     step: int = 1
     """Step of the run, from 1."""
 
-    def row_mean(self, values: Tensor) -> Tensor:
+    def row_mean(self, values: Array) -> Array:
         """[T]: the mean of `values` over the row of each token."""
-        rows = int(self.sequence[-1]) + 1
-        zeros = torch.zeros(rows, dtype=values.dtype)
-        sums = zeros.index_add(0, self.sequence, values)
-        return (sums / zeros.index_add(0, self.sequence, torch.ones_like(values)))[self.sequence]
+        rows, ones = int(self.sequence[-1]) + 1, library_of(values).ones_like(values)
+        sums, lengths = (sums_of_rows(each, self.sequence, rows) for each in (values, ones))
+        return (sums / lengths)[self.sequence]
 
-    def select_rows(self, selected: Tensor) -> Tokens:
+    def select_rows(self, selected: Array) -> Tokens:
         """The tokens of the `selected` rows (bool [rows]), with unchanged weights and without pairs."""
         inside = selected[self.sequence]
-        number = torch.cumsum(selected.long(), 0) - 1
+        number = library_of(selected).cumsum(selected, 0) - 1
         return Tokens(
             old=self.old[inside],
             advantages=self.advantages[inside],
@@ -74,32 +73,42 @@ class Tokens:
             step=self.step,
         )
 
+    def as_tensors(self) -> Tokens:
+        """The same tokens in tensors of PyTorch, for losses with a gradient."""
+        import torch
 
-def aggregate_weights(aggregate: Aggregate, sequence: Tensor, counts: Tensor, among: Tensor) -> Tensor:
+        arrays = {
+            field.name: value for field in fields(self) if isinstance(value := getattr(self, field.name), np.ndarray)
+        }
+        return replace(self, **{name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+def aggregate_weights(aggregate: Aggregate, sequence: Array, counts: Array, among: Array) -> Array:
     """Weights w, float64 [T], of the tokens in `among` (bool [T]); 0 elsewhere. A row of count c is c replies."""
-    inside = among.double()
+    library = library_of(among)
+    inside = library.asarray(among, dtype=library.float64)
     rows = int(sequence[-1]) + 1 if len(sequence) else 0
-    lengths = torch.zeros(rows, dtype=torch.float64).index_add(0, sequence, inside)
-    replies = torch.zeros(rows, dtype=torch.float64).index_add(0, sequence, counts * inside) / lengths.clamp(min=1.0)
-    number = replies.sum().clamp(min=1.0)
+    lengths = sums_of_rows(inside, sequence, rows)
+    replies = sums_of_rows(counts * inside, sequence, rows) / at_least_one(lengths)
+    number = at_least_one(replies.sum())
     match aggregate:
         case "token_sum":
             return inside
         case "token_mean":
-            return inside / (lengths * replies).sum().clamp(min=1.0)
+            return inside / at_least_one((lengths * replies).sum())
         case "seq_mean_token_sum":
             return inside / number
         case "seq_mean_token_mean":
-            return inside / (number * lengths.clamp(min=1.0)[sequence])
+            return inside / (number * at_least_one(lengths)[sequence])
         case "seq_mean_token_sum_norm":
-            return inside / (number * lengths.max().clamp(min=1.0)) if rows else inside
+            return inside / (number * at_least_one(lengths.max())) if rows else inside
 
 
 SamplerRatio = Literal["none", "exact", "bounded"]
 """How a loss reads the sampler's logprobs: not at all, in an unbounded importance weight, or compared with the policy's
 in any other way."""
 
-Losses = tuple[Tensor, dict[str, Tensor]]
+Losses = tuple[Array, dict[str, Array]]
 """A loss to minimize, and its metrics."""
 
 
@@ -129,21 +138,26 @@ class PolicyLoss(Settings):
         """The advantage at which a piecewise linear loss changes its form; None if it has none."""
         return None
 
-    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    def tokens(self, logprobs: Array, batch: Tokens) -> tuple[Array, dict[str, Array]]:
         """Losses l [T] for logprobs [T], and metrics."""
         raise NotImplementedError
 
-    def total(self, logprobs: Tensor, batch: Tokens) -> Losses:
+    def total(self, logprobs: Array, batch: Tokens) -> Losses:
         """The loss of the batch, the sum of w_t l_t, and metrics."""
         values, metrics = self.tokens(logprobs, batch)
         return (batch.weights * values).sum(), metrics
 
 
-def log_ratio(logprobs: Tensor, batch: Tokens) -> Tensor:
+def log_ratio(logprobs: Array, batch: Tokens) -> Array:
     """Log of the importance ratio [T], clipped to +-20."""
-    return (logprobs - batch.old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return library_of(logprobs).clip(logprobs - batch.old, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def token_fraction(condition: Tensor, batch: Tokens) -> Tensor:
+def importance_ratio(logprobs: Array, batch: Tokens) -> Array:
+    """The importance ratio [T], its log clipped to +-20."""
+    return library_of(logprobs).exp(log_ratio(logprobs, batch))
+
+
+def token_fraction(condition: Array, batch: Tokens) -> Array:
     """Fraction of tokens at which `condition` (bool [T]) holds."""
-    return (condition.to(batch.old) * batch.counts).sum() / batch.counts.sum().clamp(min=1.0)
+    return (condition * batch.counts).sum() / at_least_one(batch.counts.sum())

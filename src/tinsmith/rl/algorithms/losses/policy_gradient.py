@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 from typing_extensions import override
 
-from tinsmith.rl.algorithms.losses.base import PolicyLoss, SamplerRatio, Tokens, log_ratio, token_fraction
+from tinsmith.rl.algorithms.arrays import Array, library_of, without_gradient
+from tinsmith.rl.algorithms.losses.base import (
+    PolicyLoss,
+    SamplerRatio,
+    Tokens,
+    importance_ratio,
+    log_ratio,
+    token_fraction,
+)
 from tinsmith.settings import Needs
 
 
@@ -28,8 +34,8 @@ class ImportanceSamplingLoss(PolicyLoss):
         return "exact"
 
     @override
-    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        return -batch.advantages * log_ratio(logprobs, batch).exp(), {}
+    def tokens(self, logprobs: Array, batch: Tokens) -> tuple[Array, dict[str, Array]]:
+        return -batch.advantages * importance_ratio(logprobs, batch), {}
 
 
 class PpoLoss(PolicyLoss):
@@ -58,24 +64,26 @@ class PpoLoss(PolicyLoss):
         return 0.0
 
     @override
-    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        difference = logprobs - logprobs.detach() if self.on_policy else log_ratio(logprobs, batch)
-        values, metrics = self.bounded(difference.exp(), batch)
+    def tokens(self, logprobs: Array, batch: Tokens) -> tuple[Array, dict[str, Array]]:
+        library, constant = library_of(logprobs), without_gradient(logprobs)
+        difference = logprobs - constant if self.on_policy else log_ratio(logprobs, batch)
+        values, metrics = self.bounded(library.exp(difference), batch)
         if self.mask_drift is not None:
-            drifted = batch.row_mean(batch.old - logprobs.detach()) > self.mask_drift
-            values = torch.where(drifted & (batch.advantages < 0), torch.zeros_like(values), values)
+            drifted = batch.row_mean(batch.old - constant) > self.mask_drift
+            values = library.where(drifted & (batch.advantages < 0), library.zeros_like(values), values)
         return values, metrics
 
-    def bounded(self, ratio: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    def bounded(self, ratio: Array, batch: Tokens) -> tuple[Array, dict[str, Array]]:
         """The clipped losses for importance ratios [T], and metrics."""
-        advantages = batch.advantages
-        plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        values = torch.maximum(plain, clipped)
+        library, advantages = library_of(ratio), batch.advantages
+        plain = -advantages * ratio
+        clipped = -advantages * library.clip(ratio, 1 - self.clip_low, 1 + self.clip_high)
+        values = library.maximum(plain, clipped)
         metrics = {"clip_fraction": token_fraction(clipped > plain, batch)}
         if self.dual_clip is not None:
             ceiling = -advantages * self.dual_clip
             below = (advantages < 0) & (ceiling < values)
-            values = torch.where(below, ceiling, values)
+            values = library.where(below, ceiling, values)
             metrics["dual_clip_fraction"] = token_fraction(below, batch)
         return values, metrics
 
@@ -98,8 +106,9 @@ class GspoLoss(PolicyLoss):
         return 0.0
 
     @override
-    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio = (batch.row_mean((logprobs - batch.old).detach()) + logprobs - logprobs.detach()).exp()
+    def tokens(self, logprobs: Array, batch: Tokens) -> tuple[Array, dict[str, Array]]:
+        constant = without_gradient(logprobs)
+        ratio = library_of(logprobs).exp(batch.row_mean(constant - batch.old) + logprobs - constant)
         return PpoLoss(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=None).bounded(ratio, batch)
 
 
@@ -124,14 +133,14 @@ class CispoLoss(PolicyLoss):
         return 0.0 if self.mask else None
 
     @override
-    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio = log_ratio(logprobs.detach(), batch).exp()
-        weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+    def tokens(self, logprobs: Array, batch: Tokens) -> tuple[Array, dict[str, Array]]:
+        library, ratio = library_of(logprobs), importance_ratio(without_gradient(logprobs), batch)
+        weight = library.clip(ratio, 1 - self.clip_low, 1 + self.clip_high)
         if self.mask:
             low = self.clip_low if self.mask_low is None else self.mask_low
             high = self.clip_high if self.mask_high is None else self.mask_high
-            beyond = torch.where(batch.advantages > 0, ratio > 1 + high, ratio < 1 - low)
-            weight = torch.where(beyond & (batch.advantages != 0), torch.zeros_like(weight), weight)
+            beyond = library.where(batch.advantages > 0, ratio > 1 + high, ratio < 1 - low)
+            weight = library.where(beyond & (batch.advantages != 0), library.zeros_like(weight), weight)
         return -batch.advantages * weight * logprobs, {"clip_fraction": token_fraction(weight != ratio, batch)}
 
 
@@ -152,12 +161,12 @@ class SapoLoss(PolicyLoss):
         return 0.0
 
     @override
-    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        source = logprobs.detach() if self.score_function else logprobs
-        ratio = log_ratio(source, batch).exp()
-        positive, negative = ratio.new_tensor(self.tau_positive), ratio.new_tensor(self.tau_negative)
-        tau = torch.where(batch.advantages > 0, positive, negative)
-        gate = 4.0 / tau * torch.sigmoid(tau * (ratio - 1.0))
+    def tokens(self, logprobs: Array, batch: Tokens) -> tuple[Array, dict[str, Array]]:
+        library = library_of(logprobs)
+        ratio = importance_ratio(without_gradient(logprobs) if self.score_function else logprobs, batch)
+        positive, negative = (library.full_like(ratio, each) for each in (self.tau_positive, self.tau_negative))
+        tau = library.where(batch.advantages > 0, positive, negative)
+        gate = 4.0 / tau / (1.0 + library.exp(tau * (1.0 - ratio)))
         return -batch.advantages * gate * (logprobs if self.score_function else 1.0), {}
 
 
@@ -174,9 +183,10 @@ class ToprLoss(PolicyLoss):
         return self.threshold
 
     @override
-    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio = log_ratio(logprobs.detach(), batch).exp().clamp(0.0, 1.0)
-        taper = torch.where(batch.advantages > self.threshold, torch.ones_like(ratio), ratio)
+    def tokens(self, logprobs: Array, batch: Tokens) -> tuple[Array, dict[str, Array]]:
+        library = library_of(logprobs)
+        ratio = library.clip(importance_ratio(without_gradient(logprobs), batch), 0.0, 1.0)
+        taper = library.where(batch.advantages > self.threshold, library.ones_like(ratio), ratio)
         return -taper * batch.advantages * logprobs, {}
 
 
@@ -188,11 +198,12 @@ class SppoLoss(PolicyLoss):
     """Half-width of the interval in which the ratio must be: 1 / (1 + epsilon) to 1 + epsilon."""
 
     @override
-    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio = log_ratio(logprobs.detach(), batch).exp()
+    def tokens(self, logprobs: Array, batch: Tokens) -> tuple[Array, dict[str, Array]]:
+        library, ratio = library_of(logprobs), importance_ratio(without_gradient(logprobs), batch)
         inside = (ratio >= 1 / (1 + self.epsilon)) & (ratio <= 1 + self.epsilon)
         values = -batch.advantages * (logprobs - batch.old)
-        return torch.where(inside, values, torch.zeros_like(values)), {"clip_fraction": token_fraction(~inside, batch)}
+        bounded = library.where(inside, values, library.zeros_like(values))
+        return bounded, {"clip_fraction": token_fraction(~inside, batch)}
 
 
 class DroLoss(PolicyLoss):
@@ -205,8 +216,8 @@ class DroLoss(PolicyLoss):
     """Weight of the quadratic term, which keeps the policy near the sampling policy."""
 
     @override
-    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        return -logprobs * batch.advantages + 0.5 * self.beta * (logprobs - batch.old).square(), {}
+    def tokens(self, logprobs: Array, batch: Tokens) -> tuple[Array, dict[str, Array]]:
+        return -logprobs * batch.advantages + 0.5 * self.beta * (logprobs - batch.old) ** 2, {}
 
 
 class RecLoss(PolicyLoss):
@@ -241,30 +252,30 @@ class RecLoss(PolicyLoss):
         return self.regularizer != "none" and self.regularizer_coef > 0
 
     @override
-    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio = log_ratio(logprobs.detach(), batch).exp()
-        reply = batch.row_mean(logprobs.detach() - batch.old).exp()
+    def tokens(self, logprobs: Array, batch: Tokens) -> tuple[Array, dict[str, Array]]:
+        library, constant = library_of(logprobs), without_gradient(logprobs)
+        ratio, reply = importance_ratio(constant, batch), library.exp(batch.row_mean(constant - batch.old))
         inside = self._inside(reply if self.clip == "gspo_one_side" else ratio, batch.advantages)
         weight = {
-            "none": torch.ones_like(ratio),
+            "none": library.ones_like(ratio),
             "importance_sampling": ratio,
             "gspo_importance_sampling": reply,
-            "advantage": (batch.advantages / self.temperature).exp(),
+            "advantage": library.exp(batch.advantages / self.temperature),
         }[self.weight]
-        values = -batch.advantages * weight * inside.to(ratio) * logprobs
+        values = -batch.advantages * weight * inside * logprobs
         if self.regularizer == "k2":
-            values = values + self.regularizer_coef * 0.5 * (logprobs - batch.old).square()
+            values = values + self.regularizer_coef * 0.5 * (logprobs - batch.old) ** 2
         elif self.regularizer == "forward_kl":
             values = values + self.regularizer_coef * (batch.old - logprobs)
         return values, {"clip_fraction": token_fraction(~inside, batch)}
 
-    def _inside(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        low, high = ratio >= 1 - self.clip_low, ratio <= 1 + self.clip_high
+    def _inside(self, ratio: Array, advantages: Array) -> Array:
+        library, low, high = library_of(ratio), ratio >= 1 - self.clip_low, ratio <= 1 + self.clip_high
         match self.clip:
             case "none":
-                return torch.ones_like(low)
+                return library.ones_like(low)
             case "one_side" | "gspo_one_side":
-                return torch.where(advantages >= 0, high, low)
+                return library.where(advantages >= 0, high, low)
             case "two_side":
                 return low & high
             case "ring":

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
-from torch.nn.functional import logsigmoid
 from typing_extensions import override
 
 from tinsmith.errors import ConfigError
+from tinsmith.rl.algorithms.arrays import Array, library_of, sums_of_rows
 from tinsmith.rl.algorithms.losses.base import Losses, PolicyLoss, SamplerRatio, Tokens
 
 
@@ -36,7 +34,7 @@ class DpoLoss(PolicyLoss):
         return "none"
 
     @override
-    def total(self, logprobs: Tensor, batch: Tokens) -> Losses:
+    def total(self, logprobs: Array, batch: Tokens) -> Losses:
         """The loss and its metrics. Raises ConfigError if the batch has no pairs."""
         if batch.pairs is None or batch.reference is None:
             raise ConfigError(
@@ -44,12 +42,14 @@ class DpoLoss(PolicyLoss):
                 "Set chosen and rejected on demonstrations.data.",
             )
         rows = int(batch.sequence[-1]) + 1
-        log_ratios = torch.zeros(rows, dtype=logprobs.dtype).index_add(0, batch.sequence, logprobs - batch.reference)
+        log_ratios = sums_of_rows(logprobs - batch.reference, batch.sequence, rows)
         chosen, rejected = log_ratios[batch.pairs[:, 0]], log_ratios[batch.pairs[:, 1]]
         margin = self.beta * (chosen - rejected)
-        losses = -(1 - self.label_smoothing) * logsigmoid(margin) - self.label_smoothing * logsigmoid(-margin)
+        library, smoothing = library_of(margin), self.label_smoothing
+        zeros = library.zeros_like(margin)
+        losses = (1 - smoothing) * library.logaddexp(zeros, -margin) + smoothing * library.logaddexp(zeros, margin)
         metrics = {
-            "dpo/accuracy": (margin > 0).to(margin).mean(),
+            "dpo/accuracy": ((margin > 0) * 1.0).mean(),
             "dpo/margin": margin.mean(),
             "dpo/chosen": self.beta * chosen.mean(),
             "dpo/rejected": self.beta * rejected.mean(),

@@ -9,9 +9,9 @@ import math
 from typing import ClassVar, Literal
 
 from pydantic import Field
-from torch import Tensor
 from typing_extensions import override
 
+from tinsmith.rl.algorithms.arrays import Array, library_of, without_gradient
 from tinsmith.rl.algorithms.losses.base import Aggregate, Losses, PolicyLoss, SamplerRatio, Tokens
 from tinsmith.rl.algorithms.losses.policy_gradient import PpoLoss
 
@@ -29,7 +29,7 @@ class OpmdLoss(PolicyLoss):
         return "none"
 
     @override
-    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    def tokens(self, logprobs: Array, batch: Tokens) -> tuple[Array, dict[str, Array]]:
         return -batch.advantages * logprobs / (1.0 + self.tau), {}
 
 
@@ -46,7 +46,7 @@ class SftLoss(PolicyLoss):
         return "none"
 
     @override
-    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    def tokens(self, logprobs: Array, batch: Tokens) -> tuple[Array, dict[str, Array]]:
         return -logprobs, {}
 
 
@@ -63,8 +63,8 @@ class SftIsLoss(PolicyLoss):
         return "none"
 
     @override
-    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        return -logprobs.detach().exp() * logprobs, {}
+    def tokens(self, logprobs: Array, batch: Tokens) -> tuple[Array, dict[str, Array]]:
+        return -library_of(logprobs).exp(without_gradient(logprobs)) * logprobs, {}
 
 
 class SftPhiLoss(PolicyLoss):
@@ -80,8 +80,8 @@ class SftPhiLoss(PolicyLoss):
         return "none"
 
     @override
-    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        probs = logprobs.detach().exp()
+    def tokens(self, logprobs: Array, batch: Tokens) -> tuple[Array, dict[str, Array]]:
+        probs = library_of(logprobs).exp(without_gradient(logprobs))
         return -probs * (1.0 - probs) * logprobs, {}
 
 
@@ -99,7 +99,7 @@ class MixtureLoss(PolicyLoss):
     expert_aggregate: Aggregate | None = None
     """How token losses of demonstrations add up; not set: like those of rollouts, algorithm.aggregate."""
 
-    def _mixed(self, logprobs: Tensor, batch: Tokens, mu: float, expert: PolicyLoss) -> Losses:
+    def _mixed(self, logprobs: Array, batch: Tokens, mu: float, expert: PolicyLoss) -> Losses:
         ppo = PpoLoss(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip)
         policy_losses, metrics = ppo.tokens(logprobs, batch)
         expert_losses, _ = expert.tokens(logprobs, batch)
@@ -117,7 +117,7 @@ class MixLoss(MixtureLoss):
     """Share of the demonstrations in the loss."""
 
     @override
-    def total(self, logprobs: Tensor, batch: Tokens) -> Losses:
+    def total(self, logprobs: Array, batch: Tokens) -> Losses:
         return self._mixed(logprobs, batch, self.mu, SftLoss())
 
 
@@ -146,7 +146,7 @@ class MixChordLoss(MixtureLoss):
         return self.valley + (self.peak - self.valley) * 0.5 * (1 + math.cos(math.pi * progress))
 
     @override
-    def total(self, logprobs: Tensor, batch: Tokens) -> Losses:
+    def total(self, logprobs: Array, batch: Tokens) -> Losses:
         mu = self.share_at(batch.step)
         loss, metrics = self._mixed(logprobs, batch, mu, SftPhiLoss() if self.phi else SftLoss())
-        return loss, {**metrics, "mix/mu": loss.new_tensor(mu)}
+        return loss, {**metrics, "mix/mu": library_of(loss).full_like(loss, mu)}
