@@ -18,6 +18,8 @@ Quantize = Literal["none", "4bit"]
 ModelPath = Literal["auto", "fast", "general"]
 PassTokens = Literal["auto"] | Annotated[int, Field(ge=1)]
 CacheTokens = Literal["auto"] | Annotated[int, Field(ge=1)]
+VllmMemory = Literal["auto"] | Annotated[float, Field(gt=0, lt=1)]
+VllmContext = Literal["auto"] | Annotated[int, Field(ge=1)]
 CPU_CACHE_TOKENS = 32768
 """Capacity of a KV cache with `cache_tokens: auto` on a CPU."""
 
@@ -36,15 +38,29 @@ class VllmConfig(Settings):
     """Maximum number of adapter versions in one decoding step; vLLM reserves memory for each. Samples from further
     versions wait."""
 
-    memory: float = Field(default=0.3, gt=0, lt=1)
+    memory: VllmMemory = "auto"
     """Fraction of each GPU's memory, or of the machine's memory without a GPU, for vLLM's weights, adapters and KV
-    cache."""
+    cache. `auto`: on the trainer's GPU what the memory plan leaves it (`tinsmith serve --plan`), 0.9 of GPUs of its
+    own, 0.3 of a machine without a GPU."""
+
+    context: VllmContext = "auto"
+    """Longest row that vLLM samples, with its prompt; longer ones are sampled by the trainer. vLLM starts only if its
+    KV cache holds one such row. `auto`: the model's context, or on a GPU what fits of it."""
 
     devices: str = ""
     """CUDA_VISIBLE_DEVICES of vLLM. Empty: inherit it from this process."""
 
     args: tuple[str, ...] = ()
     """Additional options of the vLLM server, such as [--tensor-parallel-size, 2]."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that hold a part of the model each, by `args`."""
+        for name, value in zip(self.args, self.args[1:], strict=False):
+            if name in ("--tensor-parallel-size", "-tp") and value.isdecimal():
+                return int(value)
+        joined = [arg.partition("=")[2] for arg in self.args if arg.startswith("--tensor-parallel-size=")]
+        return int(joined[0]) if joined and joined[0].isdecimal() else 1
 
 
 class DeviceOptions(Settings):
@@ -85,8 +101,8 @@ class EngineOptions(DeviceOptions):
 
     pass_tokens: PassTokens = "auto"
     """Packed tokens in one training micro-batch; limits the memory of activations. Tokens of a shared prefix count
-    once. `auto` uses what fits into a quarter of the memory that is free after the model is loaded, at most 1,024 on a
-    CPU and 8,192 on a GPU."""
+    once. `auto`: on a CPU what fits into a quarter of the memory that is free after the model is loaded, at most 1,024;
+    on a GPU what the memory plan leaves it (`tinsmith serve --plan`), at most 8,192."""
 
     recompute: Recompute = "auto"
     """Activation checkpointing: recompute the activations of a layer in the backward pass instead of storing them, for
@@ -94,7 +110,7 @@ class EngineOptions(DeviceOptions):
 
     cache_tokens: CacheTokens = "auto"
     """Capacity of the sampler's KV cache in tokens; requests that do not fit wait. `auto` is 32,768 on a CPU and, on a
-    GPU, what fits into a quarter of the memory that is free after the model is loaded."""
+    GPU, what the memory plan leaves it (`tinsmith serve --plan`)."""
 
     engine_timeout_s: float = Field(default=120.0, ge=2)
     """Seconds without progress, while requests run, after which an engine is killed and started again. Progress is each

@@ -46,7 +46,7 @@ class Finding:
 def run_checks(config: ServeConfig) -> Iterable[Finding]:
     """Run the checks in order. A check that raises an error counts as failed."""
     for check in (
-        _python, _torch, _compiler, _sdk, _memory, _disk, _folder, _lock, _database, _port, _models, _sampler,
+        _python, _torch, _compiler, _sdk, _memory, _disk, _folder, _lock, _database, _port, _models, _plan, _sampler,
         _open_files,
     ):  # fmt: skip
         yield _run_check(check, config)
@@ -204,6 +204,25 @@ def _models(config: ServeConfig) -> Finding:
         fix = f"tinsmith models pull {missing[0]}"
         return Finding("warn", "models", f"not on this machine yet: {', '.join(missing)}", fix)
     return Finding("ok", "models", ", ".join(config.sources()))
+
+
+def _plan(config: ServeConfig) -> Finding:
+    import torch
+
+    from tinsmith.cli.catalog import cached
+    from tinsmith.cli.serve import memory_plans, plan_table
+    from tinsmith.engine.model_facts import gpu_here
+
+    if config.engine == "fake" or config.device == "cpu" or not torch.cuda.is_available():
+        return Finding("ok", "plan", "no GPU, no plan of its memory")
+    if config.cluster.shard:
+        return Finding("ok", "plan", "none for a model that is divided among GPUs")
+    names = {model.name for model in cached()}
+    if not all(source in names or Path(source).expanduser().exists() for source in config.sources()):
+        return Finding("warn", "plan", "none, because models are not on this machine yet", "tinsmith models pull")
+    plans = list(memory_plans(config, gpu_here()))
+    lines = [line for plan in plans for line in plan_table(plan)]
+    return Finding("ok", "plan", "\n                ".join(lines))
 
 
 def _sampler(config: ServeConfig) -> Finding:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from tinsmith.engine.cluster.config import ClusterConfig
+from tinsmith.engine.memory_plan import GB, Gpu, MemoryPlan
 from tinsmith.engine_options import Device, Dtype, Recompute, Sampler, Sharing, VllmConfig
+from tinsmith.errors import ConfigError
 from tinsmith.overrides import COMMAND_LINE
 from tinsmith.service.config import ServeConfig
 from tinsmith.settings import Settings, build, read_values
@@ -54,6 +58,10 @@ def serve(
     sharing: Annotated[Sharing | None, option("sharing")] = None,
     recompute: Annotated[Recompute | None, option("recompute")] = None,
     log_format: Annotated[Literal["text", "json"] | None, option("log_format")] = None,
+    plan: Annotated[bool, Parameter(help="Print how the memory of the GPU is divided, and exit.", negative="")] = False,
+    card: Annotated[
+        str | None, Parameter(help="With --plan: memory of the GPU, such as 80GB. Default: this machine's GPU.")
+    ] = None,
 ) -> None:
     """Serve the Tinker API on this machine until interrupted."""
     from tinsmith.service.server import serve as serve_until_signal
@@ -70,6 +78,11 @@ def serve(
     }  # fmt: skip
     overrides += tuple(f"{name}={value}" for name, value in nested.items() if value is not None)
     settings = read_service_settings(config, overrides, options)
+    if card is not None and not plan:
+        raise ConfigError("--card is not used without --plan.", "Add --plan, or leave it out.")
+    if plan:
+        _print_plan(settings, card)
+        return
     serve_until_signal(settings, on_ready=_print_key if settings.makes_key else None)
 
 
@@ -78,6 +91,49 @@ def read_service_settings(config: Path | None, overrides: tuple[str, ...], optio
     values = {name: value for name, value in options.items() if value is not None}
     place = str(config) if config else COMMAND_LINE
     return build(ServeConfig, {**read_values(ServeConfig, config, overrides), **values}, place, overrides)
+
+
+def memory_plans(settings: ServeConfig, card: Gpu) -> Iterator[MemoryPlan]:
+    """The plan of each engine on a GPU, from the models' configs alone. Raises ConfigError, with the numbers, for what
+    does not fit."""
+    import torch
+
+    from tinsmith.engine import autotune, model_facts
+
+    if settings.engine == "fake":
+        raise ConfigError("There is no memory to plan with engine: fake.", "Use engine: torch.")
+    if settings.cluster.shard:
+        raise ConfigError(
+            "Memory is not planned with cluster.shard, which divides a model among GPUs.", "Plan without --shard."
+        )
+    dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
+    for source in settings.sources():
+        config = settings.engine_config(source)
+        yield autotune.planned(config, card, model_facts.read_facts(config, dtype, config_only=True))
+
+
+def plan_table(plan: MemoryPlan) -> Iterator[str]:
+    """A plan as lines of text."""
+    yield f"{plan.facts.source} on {plan.gpu.name}: {plan.available / GB:.1f} GB of {plan.gpu.total_bytes / GB:.1f} GB"
+    for part, size, enough in plan.lines():
+        yield f"  {part:<18} {size / GB:7.2f} GB  {enough}".rstrip()
+    yield f"  {'sum':<18} {plan.total / GB:7.2f} GB"
+
+
+def _print_plan(settings: ServeConfig, card: str | None) -> None:
+    from tinsmith.engine.model_facts import gpu_here
+
+    for plan in memory_plans(settings, gpu_here() if card is None else _named_card(card)):
+        sys.stdout.write("\n".join((*plan_table(plan), "")))
+
+
+def _named_card(text: str) -> Gpu:
+    """A GPU of so much memory, all of it free."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", text.strip(), re.IGNORECASE)
+    size = int(float(match[1]) * (2**30 if match[2].lower() == "gib" else GB)) if match else 0
+    if not size:
+        raise ConfigError(f"--card {text}: not a size of memory.", "Give one such as 80GB or 24GiB.")
+    return Gpu(name=f"a GPU of {text.strip()}", total_bytes=size, free_bytes=size)
 
 
 def _print_key(_url: str, key: str) -> None:

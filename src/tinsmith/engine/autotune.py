@@ -7,17 +7,32 @@ Device and dtype are chosen in `model.loading`, precision in `model.precision`, 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.engine.base import LoraSpec
+from tinsmith.engine import model_facts
+from tinsmith.engine.base import LoraSpec, ModelCard
+from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.lora import adapter, linear
-from tinsmith.engine.model import packing, self_check
+from tinsmith.engine.memory_plan import (
+    MAX_PASS_TOKENS,
+    MIN_PASS_TOKENS,
+    TOKENS_STEP,
+    Gpu,
+    MemoryPlan,
+    ModelSizes,
+    check_context,
+    plan,
+    vllm_alone,
+)
+from tinsmith.engine.model import loading, packing, self_check
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.memory import free_bytes
 from tinsmith.engine_options import CPU_CACHE_TOKENS, CacheTokens, PassTokens
+from tinsmith.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -28,17 +43,8 @@ ACTIVATION_MEMORY_SHARE = 4
 """A micro-batch's activations may take one part in this many of the free memory. Rows of twice its tokens run without
 recomputing, and adapters, optimizer state and the KV cache need memory too."""
 
-CACHE_MEMORY_SHARE = 4
-"""The KV cache of a GPU may take one part in this many of the free memory."""
-CACHE_TOKENS_STEP = 4096
-"""A GPU's KV cache holds a multiple of so many tokens, and at least as many."""
-
-TOKENS_STEP, MIN_TOKENS = 128, 256
-MAX_TOKENS = {"cpu": 1024, "cuda": 8192}
+MAX_TOKENS = {"cpu": 1024, "cuda": MAX_PASS_TOKENS}
 """More tokens gain nothing on a CPU, whose products are as fast with fewer rows; a GPU needs many at once."""
-
-DETERMINISTIC_TOKENS = 1024
-"""Tokens of a micro-batch where they must not depend on free memory."""
 
 TRIAL_LENGTHS = (1, 36, 127, 128, 137, 385)
 """Tokens of the passes that compile attention: one token, less than a block of the mask, a block, and more."""
@@ -92,21 +98,64 @@ def resolve_pass_tokens(setting: PassTokens, base: BaseModel, active: linear.Act
     return tokens_that_fit(free, activation_bytes_per_token(base, active), MAX_TOKENS[base.device.type])
 
 
-def resolve_cache_tokens(setting: CacheTokens, device: torch.device, token_bytes: int) -> int:
-    """The setting itself or, for `auto` on a GPU, what fits into memory; `token_bytes` are those of a token's keys and
-    values, or 0 where the size may not depend on the memory that happens to be free."""
+def check_memory(config: EngineConfig) -> None:
+    """Plan the memory of the GPU before anything is read. Raises ConfigError, with the numbers, for what does not
+    fit."""
+    device = loading.device_of(config.device)
+    if device.type == "cuda" and config.check_memory:
+        planned(
+            config, model_facts.gpu_of(device), model_facts.read_facts(config, loading.dtype_of(config.dtype, device))
+        )
+
+
+def planned(config: EngineConfig, gpu: Gpu, facts: ModelSizes) -> MemoryPlan:
+    """The plan of a GPU, with that of a vLLM on GPUs of its own, which are taken to be like this one. Raises
+    ConfigError, with the numbers, for what does not fit."""
+    divided = plan(gpu, facts, model_facts.plan_settings(config))
+    if config.vllm_place != "apart":
+        return divided
+    return replace(divided, vllm_apart=vllm_alone(gpu, facts, model_facts.vllm_settings(config)))
+
+
+def memory_plan(config: EngineConfig, base: BaseModel, active: linear.ActiveAdapters) -> MemoryPlan | None:
+    """The plan of a loaded model's GPU, with measured sizes; None on a CPU, and for what does not fit without
+    `check_memory`."""
+    if base.device.type != "cuda":
+        return None
+    facts = replace(
+        model_facts.facts_of(base.card.source, base.model.config, base.dtype, four_bit=config.quantize == "4bit"),
+        weight_bytes=base.card.weight_bytes,
+        activation_bytes=activation_bytes_per_token(base, active),
+    )
+    try:
+        return planned(config, model_facts.gpu_of(base.device), facts)
+    except ConfigError:
+        if config.check_memory:
+            raise
+        return None
+
+
+def resolve_cache_tokens(setting: CacheTokens, memory: MemoryPlan | None) -> int:
+    """The setting itself or, for `auto`, what the plan says; without one, what a CPU has."""
     if setting != "auto":
         return setting
-    if device.type != "cuda" or not token_bytes:
-        return CPU_CACHE_TOKENS
-    fitting = int(torch.cuda.mem_get_info(device)[0] / CACHE_MEMORY_SHARE / token_bytes)
-    return max(fitting // CACHE_TOKENS_STEP * CACHE_TOKENS_STEP, CACHE_TOKENS_STEP)
+    return CPU_CACHE_TOKENS if memory is None else memory.cache_tokens
+
+
+def vllm_context(config: EngineConfig, card: ModelCard, memory: MemoryPlan | None) -> int:
+    """Longest row that vLLM samples; 0 for the whole context. Raises ConfigError for more than that."""
+    whole = card.original_context or card.context_length
+    setting = None if config.vllm.context == "auto" else config.vllm.context
+    check_context(card.source, setting, whole)
+    vllm = memory.vllm or memory.vllm_apart if memory is not None else None
+    context = vllm.context if vllm is not None else setting or whole
+    return context if context < whole else 0
 
 
 def tokens_that_fit(free: int, bytes_per_token: float, most: int) -> int:
     """Tokens that fit into the activations' share of `free` bytes, a multiple of TOKENS_STEP within the bounds."""
     fitting = int(free / ACTIVATION_MEMORY_SHARE / bytes_per_token) // TOKENS_STEP * TOKENS_STEP
-    return min(max(fitting, MIN_TOKENS), most)
+    return min(max(fitting, MIN_PASS_TOKENS), most)
 
 
 def activation_bytes_per_token(base: BaseModel, active: linear.ActiveAdapters) -> float:

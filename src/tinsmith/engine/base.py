@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 
 from tinsmith.engine.custom_loss.graph import LossGraph
+from tinsmith.engine.memory_plan import MemoryPlan
 from tinsmith.routed_experts import RouterShape
 
 LORA_ALPHA = 32.0
@@ -95,6 +96,10 @@ class ModelCard:
     """Memory of the weights; 0 if it is not known."""
     free_bytes: int = 0
     """Memory of the device that was free once the model was loaded; 0 if it is not known."""
+    memory: MemoryPlan | None = None
+    """How the memory of the GPU is divided; None on a CPU."""
+    vllm_context: int = 0
+    """Longest row that vLLM samples, where it is shorter than the context; else 0."""
     cache_tokens: int = 0
     """Capacity of the sampler's KV cache in tokens; 0 for an engine without one."""
     state_tokens: int = 0

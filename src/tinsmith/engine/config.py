@@ -27,5 +27,17 @@ class EngineConfig(EngineOptions):
     source: str = DEFAULT_MODEL
     """Hub id, folder or GGUF file."""
 
+    model_memory: int | None = None
+    """Bytes of the models in training; None: what the memory plan of a GPU leaves them."""
+
+    engines: int = 1
+    """Engines that share the device."""
+
+    vllm_place: Literal["none", "beside", "apart"] = "none"
+    """Whether vLLM samples for this engine: on its GPU, or on others."""
+
+    vllm_gpus: int = 1
+    """GPUs that hold a part of vLLM's model each."""
+
     kind: Literal["torch", "fake"] = "torch"
     """`torch` runs a model; `fake` computes numbers without one, for tests without torch."""

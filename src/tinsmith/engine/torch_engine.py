@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tinsmith.engine import autotune
+from tinsmith.engine import autotune, model_facts
 from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard, OnDelta, Pass, PassResult, SampleRequest, SampleResult
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.device_sharing import POLICIES, DeviceScheduler
@@ -29,7 +29,6 @@ from tinsmith.engine.model.memory import HeapTrimmer, free_bytes
 from tinsmith.engine.model_parts import HEAD
 from tinsmith.engine.sample_validation import check_sample
 from tinsmith.engine.sampling import decode_check
-from tinsmith.engine.sampling.kv_cache import cache_shape
 from tinsmith.engine.sampling.sampler import TorchSampler
 from tinsmith.engine.training import activation_checkpointing
 from tinsmith.engine.training.exchange import ALONE, Exchange
@@ -80,6 +79,8 @@ class TorchEngine:
         if config.threads:
             torch.set_num_threads(config.threads)
         self._heap = HeapTrimmer()
+        if base is None and prepared is None:
+            autotune.check_memory(config)
         prepared = prepared or prepare(config, base or choice.load(config))
         base, active, head, switch = prepared.base, prepared.active, prepared.head, prepared.switch
         policy = POLICIES[config.sharing]
@@ -88,12 +89,9 @@ class TorchEngine:
             precision.use_deterministic_kernels(base.device)
         base = autotune.compile_attention(base)
         with switch.set(config.recompute == "always"):
-            wanted = config.pass_tokens
-            if wanted == "auto" and config.deterministic:
-                wanted = autotune.DETERMINISTIC_TOKENS
-            elif wanted == "auto" and exchange.lockstep:
-                wanted = autotune.MAX_TOKENS[base.device.type]
-            tokens = exchange.least(autotune.resolve_pass_tokens(wanted, base, active))
+            memory = None if exchange.lockstep else autotune.memory_plan(config, base, active)
+            tokens = memory.pass_tokens if memory is not None else _pass_tokens(config, base, active, exchange)
+            tokens = exchange.least(tokens)
         training_tokens = max(1, round(policy.micro_batch_share * tokens))
         self.trainer = TorchTrainer(
             base,
@@ -106,10 +104,8 @@ class TorchEngine:
             packs_requests=not config.deterministic,
             exchange=exchange,
         )
-        fixed = config.deterministic or exchange.lockstep or isinstance(base, GeneralModel)
-        token_bytes = 0 if fixed else cache_shape(base).token_bytes
-        cache_tokens = autotune.resolve_cache_tokens(config.cache_tokens, base.device, token_bytes)
         batch = GeneralBatch(base, head) if isinstance(base, GeneralModel) else None
+        cache_tokens = autotune.resolve_cache_tokens(config.cache_tokens, memory)
         self.sampler = TorchSampler(base, head, active, scheduler, tokens, cache_tokens, config.deterministic, batch)
         if batch is None:
             decode_check.check(base, self.sampler.batch.kv_cache)
@@ -124,8 +120,10 @@ class TorchEngine:
             parameters_per_rank={part: _parameters(base, part) for part in ("attn", "mlp", "unembed")},
             separate_mlp_per_rank=_parameters(base, "mlp", separate_experts=True),
             adapted_modules={**targets.module_names(linear.adapted_targets(base.model)), "unembed": (HEAD,)},
-            cache_tokens=cache_tokens,
             state_tokens=0 if isinstance(base, GeneralModel) else self.sampler.batch.state_tokens,
+            memory=memory,
+            vllm_context=autotune.vllm_context(config, base.card, memory),
+            cache_tokens=cache_tokens,
             free_bytes=torch.cuda.mem_get_info()[0] if base.device.type == "cuda" else free_bytes(),
         )
 
@@ -202,6 +200,16 @@ class TorchEngine:
             return placed_pass(request, self._base.vision, self._card)
         except TinsmithError as error:
             return error
+
+
+def _pass_tokens(config: EngineConfig, base: BaseModel, active: linear.ActiveAdapters, exchange: Exchange) -> int:
+    """Tokens of a micro-batch where no plan says them."""
+    wanted = config.pass_tokens
+    if wanted == "auto" and config.deterministic:
+        wanted = model_facts.DETERMINISTIC_TOKENS
+    elif wanted == "auto" and exchange.lockstep:
+        wanted = autotune.MAX_TOKENS[base.device.type]
+    return autotune.resolve_pass_tokens(wanted, base, active)
 
 
 def _parameters(base: BaseModel, part: str, *, separate_experts: bool = False) -> int:

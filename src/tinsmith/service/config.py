@@ -117,7 +117,8 @@ class ServeConfig(EngineOptions):
 
     model_memory: int | None = Field(default=None, ge=1)
     """Bytes of the models in training of one engine, 16 a parameter. Models that are not in use are evicted to disk to
-    stay within it. Default: half of the memory that is free once the base model is loaded."""
+    stay within it. Default: on a CPU half of the memory that is free once the base model is loaded, on a GPU what the
+    memory plan leaves them (`tinsmith serve --plan`)."""
 
     idle_model_s: float = Field(default=900.0, gt=0)
     """Seconds without a request after which a model in training is evicted to disk; its next request restores it."""
@@ -248,4 +249,13 @@ class ServeConfig(EngineOptions):
     def engine_config(self, source: str) -> EngineConfig:
         """Settings of the engine of one source."""
         options = {name: self.__dict__[name] for name in EngineOptions.model_fields}
-        return EngineConfig(source=source, kind=self.engine, **options)
+        apart = bool(self.cluster.samplers or self.vllm.devices)
+        return EngineConfig(
+            source=source,
+            kind=self.engine,
+            model_memory=self.model_memory,
+            engines=len(self.sources()) if self.cluster.is_single else 1,
+            vllm_place="none" if self.sampler == "torch" else "apart" if apart else "beside",
+            vllm_gpus=max(self.cluster.sampler_gpus, self.vllm.gpus),
+            **options,
+        )

@@ -22,6 +22,7 @@ from tests.engine.sampling.helpers import PROMPT, assert_same_samples, sample_re
 from tests.engine.vllm import stub as vllm_stub
 from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.memory_plan import Gpu, MemoryPlan, ModelSizes, VllmPlan
 from tinsmith.engine.process import build
 from tinsmith.engine.vllm import completions
 from tinsmith.engine.vllm.engine import VllmEngine
@@ -29,6 +30,10 @@ from tinsmith.engine.vllm.server import VllmServer, command_of, environment_of, 
 from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError, EngineDied, EngineError, Gone, Unsupported
 
+FACTS = ModelSizes(
+    source="m", weight_bytes=1, head_bytes=0, token_bytes=1, state_bytes=0, activation_bytes=1.0, layer_bytes=1.0,
+    vocab_size=8, context_length=64, parameters_per_rank=0, vllm_weight_bytes=1, vllm_parameters_per_rank=0,
+)  # fmt: skip
 CARD = ModelCard(
     source="here", tokenizer="/here", arch="llama", vocab_size=512, context_length=64, eos_token_ids=(2,),
     dtype="bfloat16", device="cpu",
@@ -365,6 +370,38 @@ def test_settings_reach_the_command_and_environment(monkeypatch: pytest.MonkeyPa
     assert result["VLLM_ENGINE_READY_TIMEOUT_S"] == "1800"
     assert int(result["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"]) > 3600
     assert "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS" not in environment_of(settings, replace(CARD, device="cuda"), 3)
+
+
+def test_plan_of_a_gpu_reaches_the_command():
+    """vLLM ends at start if its cache does not hold one row of `--max-model-len`."""
+    share = VllmPlan(weights=1, adapters=2, working=3, cache=4096, cache_tokens=48, context=48, share=0.41234)
+    plan = MemoryPlan(
+        gpu=Gpu(name="a GPU", total_bytes=100, free_bytes=100), facts=FACTS,
+        available=100, reserve=0, weights=0, head=0,
+        activations=0, cache=0, models=0, pass_tokens=1, cache_tokens=1, vllm=share,
+    )  # fmt: skip
+    card = replace(CARD, device="cuda:0", memory=plan, vllm_context=48)
+    command = command_of(Path("python"), VllmConfig(), card, 1)
+    for pair in (
+        ("--gpu-memory-utilization", "0.413"), ("--kv-cache-memory-bytes", "4096"), ("--max-model-len", "48"),
+    ):  # fmt: skip
+        assert command[command.index(pair[0]) + 1] == pair[1]
+    for settings, device, expected in (
+        (VllmConfig(memory=0.6), card, "0.6"),
+        (VllmConfig(), replace(card, memory=replace(plan, vllm=None)), "0.9"),
+        (VllmConfig(), CARD, "0.3"),
+    ):
+        command = command_of(Path("python"), settings, device, 1)
+        assert command[command.index("--gpu-memory-utilization") + 1] == expected
+        assert "--kv-cache-memory-bytes" not in command
+
+
+def test_rows_beyond_the_context_of_vllm_are_the_trainers():
+    card = replace(CARD, vllm_context=48)
+    for max_tokens, supported in ((8, True), (46, False), (None, False)):
+        request = replace(sample_request(), prompt=np.arange(3, dtype=np.int32), max_tokens=max_tokens)
+        assert completions.is_supported(request, card) == supported
+        assert completions.is_supported(request, CARD)
 
 
 def test_incomplete_or_aborted_sequences_raise():

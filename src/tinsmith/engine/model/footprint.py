@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tinsmith.engine.images.tower import without_weights
 from tinsmith.engine.model import quantization
@@ -42,6 +42,11 @@ def footprint(
 ) -> Footprint:
     """The footprint of a model of this config; `with_tower` if its vision tower is loaded too."""
     model = without_weights(config, dtype, with_tower=with_tower)
+    return footprint_of(model, dtype, device, four_bit=four_bit)
+
+
+def footprint_of(model: PreTrainedModel, dtype: torch.dtype, device: torch.device, *, four_bit: bool) -> Footprint:
+    """The footprint of a model without weights."""
     head = model.get_output_embeddings()
     packed = quantization.four_bit_modules(model) if four_bit else set[str]()
     weights, largest, seen = 0, 0, set[int]()

@@ -32,13 +32,15 @@ def is_supported(request: SampleRequest, card: ModelCard) -> bool:
     """Whether vLLM's samples are what the request means.
 
     They are not with top_k or top_p, for which vLLM renormalises the logprobs; nor where the last token of the context
-    is sampled, or rotary embeddings may change as a row grows. A single token with questions about the prompt is
-    refused too: the questions cost as much as the token. So are samples whose routed experts are recorded, which the
-    trainer's own kernels compute, and prompts with images, which the tower sees that training uses.
+    is sampled, rotary embeddings may change as a row grows, or a row may outgrow the context of vLLM. A single token
+    with questions about the prompt is refused too: the questions cost as much as the token. So are samples whose routed
+    experts are recorded, which the trainer's own kernels compute, and prompts with images, which the tower sees that
+    training uses.
     """
     restricted = request.temperature > 0 and (request.top_k > 0 or request.top_p < 1)
-    max_tokens = request.max_tokens or (card.context_length if card.original_context else 1)
-    fits = len(request.prompt) + max_tokens <= (card.original_context or card.context_length)
+    limit = card.vllm_context or card.original_context
+    max_tokens = request.max_tokens or (card.context_length if limit else 1)
+    fits = len(request.prompt) + max_tokens <= (limit or card.context_length)
     alone = request.routed_experts or request.images or (request.max_tokens == 1 and has_prompt_questions(request))
     return fits and not restricted and not alone
 

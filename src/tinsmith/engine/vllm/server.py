@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ import httpx
 from tinsmith.engine.base import ModelCard
 from tinsmith.engine.child_process import CHILD_ENVIRONMENT
 from tinsmith.engine.liveness import ProcessEnd, followers_seconds, process_end
+from tinsmith.engine.memory_plan import VLLM_ALONE_SHARE
 from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError, EngineDied, EngineError, TinsmithError, Unsupported
 
@@ -32,6 +34,8 @@ BASE = "base"
 """Name of the base model without an adapter in requests."""
 LOCAL = Path(".venv-vllm/bin/python")
 """Where `make vllm` installs it."""
+CPU_SHARE = 0.3
+"""Of the memory of a machine without a GPU, with `vllm.memory: auto`."""
 MAX_RESIDENT = 32
 """Adapter versions that vLLM keeps in host memory, besides those of its current step."""
 INSTALL = (
@@ -89,7 +93,7 @@ def command_of(python: Path, config: VllmConfig, card: ModelCard, port: int) -> 
     """The command that starts vLLM. It loads the model from where the tokenizer is: folders hold both, and the hub's
     cache is shared."""
     head = ["--hf-overrides", '{"head_dtype": "float32"}'] if card.dtype == "bfloat16" else []
-    context = card.original_context or card.context_length
+    context = card.vllm_context or card.original_context or card.context_length
     # vLLM (0.32) on a CPU ends at a sample with a seed whose prompt it computes in parts.
     whole = ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, STEP_TOKENS))]
     slots = config.adapters + (card.device == "cpu")  # on a CPU one adapter stands for the base model
@@ -103,10 +107,21 @@ def command_of(python: Path, config: VllmConfig, card: ModelCard, port: int) -> 
         *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
         *("--enable-lora", "--max-lora-rank", str(config.rank), "--max-loras", str(slots)),
         *("--max-cpu-loras", str(max(MAX_RESIDENT, slots))),
-        *("--gpu-memory-utilization", str(config.memory)),
+        *_memory_options(config, card),
         *("--disable-uvicorn-access-log",),
         *config.args,
     ]
+
+
+def _memory_options(config: VllmConfig, card: ModelCard) -> tuple[str, ...]:
+    """Options for vLLM's share of a GPU, or of a machine without one. Where the plan divides the GPU, the size of the
+    cache is given: vLLM would make it smaller or larger with what it measures beside a trainer that is at work."""
+    plan = card.memory.vllm if card.memory is not None else None
+    if plan is not None and config.memory == "auto":
+        share = math.ceil(plan.share * 1000) / 1000
+        return ("--gpu-memory-utilization", f"{share}", "--kv-cache-memory-bytes", str(plan.cache))
+    automatic = CPU_SHARE if card.device == "cpu" else VLLM_ALONE_SHARE
+    return ("--gpu-memory-utilization", str(automatic if config.memory == "auto" else config.memory))
 
 
 def environment_of(config: VllmConfig, card: ModelCard, threads: int) -> dict[str, str]:

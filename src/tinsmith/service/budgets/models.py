@@ -10,12 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tinsmith.engine.base import LoraSpec, ModelCard
+from tinsmith.engine.memory_plan import BYTES_PER_PARAMETER
 from tinsmith.errors import Busy, Forbidden
 from tinsmith.plurals import counted
 from tinsmith.service.budgets.disk import display_bytes
 
-BYTES_PER_PARAMETER = 16
-"""Of a model after its first step: the weight, its gradient and two moments in float32."""
 SILENT_IDLE_S = 120.0
 """Seconds without a request after which a model whose client is silent is evicted."""
 ACTIVE_S = 120.0
@@ -61,8 +60,11 @@ def model_bytes(lora: LoraSpec, card: ModelCard) -> int:
 
 
 def memory_limit(setting: int | None, card: ModelCard) -> int | None:
-    """The budget of the models of an engine: the setting, or half of what was free when the engine was loaded."""
-    return setting if setting is not None else card.free_bytes // 2 or None
+    """The budget of the models of an engine: the setting, or what the plan of its GPU leaves them, or half of what was
+    free when the engine was loaded."""
+    if setting is not None:
+        return setting
+    return card.memory.models if card.memory is not None else card.free_bytes // 2 or None
 
 
 def idle_models(models: Iterable[ModelUse], idle_s: float) -> list[str]:

@@ -89,7 +89,7 @@ def install(model: PreTrainedModel) -> RecurrentShape | None:
         base = module.__dict__.get("_modules", {}).get(MIXER)
         if base is not None:
             setattr(module, MIXER, GatedDeltaNet(base))
-    return _shape(config)
+    return shape_of(config)
 
 
 def drop_originals(model: PreTrainedModel) -> None:
@@ -99,7 +99,8 @@ def drop_originals(model: PreTrainedModel) -> None:
             module.original = None
 
 
-def _shape(config: PreTrainedConfig) -> RecurrentShape:
+def shape_of(config: PreTrainedConfig) -> RecurrentShape:
+    """Which layers of a model with this config are recurrent, and the shapes of their states."""
     layers: dict[str, dict[int, int]] = {"full_attention": {}, "linear_attention": {}}
     for layer, kind in enumerate(config.layer_types):
         layers[kind][layer] = len(layers[kind])
