@@ -34,6 +34,15 @@ def test_groups_of_other_lengths_need_no_more_launches(stand_in: Any):
     assert many[1][0] <= single[1][0] + 8
 
 
+def test_batches_are_few_whatever_the_order_of_lengths(stand_in: Any):
+    sorted_, mixed = (
+        stand_in(tenants.counts_of_passes, lengths, torch.float32)
+        for lengths in (sorted([2, 16, 40] * 16), [2, 16, 40] * 16)
+    )
+    assert mixed[0][0] <= sorted_[0][0] + 3 * 9  # rows that are not neighbours are gathered
+    assert mixed[0][1] == 0
+
+
 def test_same_tenants_upload_nothing_again(stand_in: Any):
     first, second = stand_in(tenants.counts_of_passes, [3, 1, 4], torch.bfloat16, grouped=True)
     assert first[2] == 1

@@ -378,7 +378,13 @@ AdapterGroups = Sequence[AdapterSlice | AdapterBatch | GroupedAdapters]
 
 
 def group_adapters(placed: Sequence[PlacedAdapter]) -> list[AdapterSlice | AdapterBatch]:
-    """Batch neighbouring adapters of one shape and similar length; the others are computed one by one."""
+    """Batch neighbouring adapters of one shape and similar length; the others are computed one by one.
+
+    On GPUs, where launches cost more than rows that are not neighbours, all adapters of one shape and similar length.
+    """
+    if any(pair.a.device.type != "cpu" for weights, _, _ in placed[:1] for pair in weights.pairs.values()):
+        keys = {key: number for number, key in enumerate(dict.fromkeys(map(_batch_key, placed)))}
+        placed = sorted(placed, key=lambda entry: keys[_batch_key(entry)])
     batches: list[AdapterBatch] = []
     slices: list[AdapterSlice] = []
     for key, neighbours in groupby(placed, key=_batch_key):
