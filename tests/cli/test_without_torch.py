@@ -71,11 +71,12 @@ def test_files_are_read_without_torch(client):
     [
         ("check", "run.yaml", "algorithm.type=sppo"),
         ("serve", "--data", "data", "--port", "0"),
+        ("serve", "--data", "data", "--plan"),
         ("import", "adapter", "--name", "a"),
         ("export", "tinker://a/weights/b", "--to", "out"),
         ("models", "pull", "tiny"),
     ],
-    ids=lambda words: words[0],
+    ids=lambda words: " ".join(words),
 )
 def test_what_needs_torch_says_so(client, words):
     code, text = client(*words)

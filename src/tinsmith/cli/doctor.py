@@ -99,7 +99,7 @@ def _compiler(config: ServeConfig) -> Finding:
         return Finding("ok", "compiler", "not needed without PyTorch")
     import torch
 
-    if config.engine == "fake" or config.device == "cpu" or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         return Finding("ok", "compiler", "not needed on a CPU")
     try:
         result = torch.compile(lambda values: values.sin() * 2 + 1)(torch.zeros(1000, device="cuda")).sum().item()
@@ -207,6 +207,9 @@ def _models(config: ServeConfig) -> Finding:
 
 
 def _plan(config: ServeConfig) -> Finding:
+    if config.engine == "fake" or config.device == "cpu":
+        return Finding("ok", "plan", "no GPU, no plan of its memory")
+    require_torch("A plan of a GPU's memory")
     import torch
 
     from tinsmith.cli.catalog import cached

@@ -14,6 +14,7 @@ from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.memory_plan import GB, Gpu, MemoryPlan
 from tinsmith.engine_options import Device, Dtype, Recompute, Sampler, Sharing, VllmConfig
 from tinsmith.errors import ConfigError
+from tinsmith.extras import require_torch
 from tinsmith.overrides import COMMAND_LINE
 from tinsmith.service.config import ServeConfig
 from tinsmith.settings import Settings, build, read_values
@@ -96,12 +97,13 @@ def read_service_settings(config: Path | None, overrides: tuple[str, ...], optio
 def memory_plans(settings: ServeConfig, card: Gpu) -> Iterator[MemoryPlan]:
     """The plan of each engine on a GPU, from the models' configs alone. Raises ConfigError, with the numbers, for what
     does not fit."""
+    if settings.engine == "fake":
+        raise ConfigError("There is no memory to plan with engine: fake.", "Use engine: torch.")
+    require_torch("A plan of a GPU's memory")
     import torch
 
     from tinsmith.engine import autotune, model_facts
 
-    if settings.engine == "fake":
-        raise ConfigError("There is no memory to plan with engine: fake.", "Use engine: torch.")
     if settings.cluster.shard:
         raise ConfigError(
             "Memory is not planned with cluster.shard, which divides a model among GPUs.", "Plan without --shard."
@@ -121,6 +123,7 @@ def plan_table(plan: MemoryPlan) -> Iterator[str]:
 
 
 def _print_plan(settings: ServeConfig, card: str | None) -> None:
+    require_torch("A plan of a GPU's memory")
     from tinsmith.engine.model_facts import gpu_here
 
     for plan in memory_plans(settings, gpu_here() if card is None else _named_card(card)):
