@@ -93,6 +93,15 @@ def _chosen(value: Any, text: str, forms: frozenset[Form]) -> Any:
     return value if form in forms or f"{form}s" in forms else text
 
 
+def list_notes(overrides: Iterable[str]) -> tuple[str, ...]:
+    """Notes on stops in brackets, such as [/INST], which are lists and not the text with its brackets."""
+    return tuple(
+        f"{key}: {text} is a list of one text; for the text with its brackets: \"{key}=['{text}']\"."
+        for key, _, text in (override.partition("=") for override in overrides)
+        if key.rpartition(".")[2] == "stop" and re.fullmatch(r"\[[^\s\[\],'\"]*[^\W\d][^\s\[\],'\"]*\]", text)
+    )
+
+
 def _is_list_text(text: str, forms: frozenset[Form]) -> bool:
     """Whether a text that is not YAML was meant as a list of texts, as in [Question:, Answer:]."""
     return "list" in forms and "text" not in forms and text.lstrip()[:1] == "[" and text.rstrip()[-1:] == "]"

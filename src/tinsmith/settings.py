@@ -189,7 +189,8 @@ def read(kind: type[S], file: Path | None = None, overrides: Sequence[str] = ())
 def read_values(kind: type[BaseModel], file: Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The values of a file of this kind with overrides applied and `${…}` resolved, not validated."""
     place = str(file) if file else COMMAND_LINE
-    return resolve_interpolations(apply_overrides(parse_file(file) if file else {}, overrides, kind), place)
+    values = apply_overrides(parse_file(file) if file else {}, overrides, kind)
+    return resolve_interpolations(values, place, overridden=list(map(override_key, overrides)))
 
 
 def parse_file(file: Path) -> dict[str, Any]:
@@ -203,17 +204,21 @@ def parse_file(file: Path) -> dict[str, Any]:
 
 
 def resolve_interpolations(
-    values: Mapping[str, Any], place: str, defaults: Mapping[str, Any] | None = None
+    values: Mapping[str, Any], place: str, defaults: Mapping[str, Any] | None = None, overridden: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """`values` with `${…}` resolved. References may name keys of `defaults`, which are not part of the result."""
+    """`values` with `${…}` resolved. References may name keys of `defaults`, which are not part of the result.
+
+    Raises ConfigError at `place`, or at the command line for a reference in the value of an overridden key.
+    """
     try:
         tree = OmegaConf.create(dict(values))
         merged = OmegaConf.merge(OmegaConf.create(dict(defaults)), tree) if defaults else tree
         resolved = typing.cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
     except OmegaConfBaseException as error:
         fault = str(error).splitlines()[0].rpartition("interpolation: ")[2]
+        where = COMMAND_LINE if _within(override_key(str(error.full_key or "")), overridden) else place
         raise ConfigError(
-            f"{place}: {fault}.",
+            f"{where}: {fault}.",
             "Set the variable or give a default: ${oc.env:NAME,default}; write \\${ for these two characters.",
         ) from error
     return _restrict(resolved, values) if defaults else resolved

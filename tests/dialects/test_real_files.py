@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,25 @@ from tests.dialects.minds.test_translate import with_lines
 from tests.dialects.rllm.test_files import TASKS
 from tests.dialects.rllm.test_files import read as read_rllm
 from tests.dialects.trinity.files import read as read_trinity
+from tinsmith.dialects import read_run
 from tinsmith.dialects.rllm import read_config, translate
 from tinsmith.errors import ConfigError
+
+
+def read_own_reference(folder: Path, reference: str) -> object:
+    file = folder / "run.yaml"
+    file.write_text("model: {name: tiny}\ntasks: {train: {type: addition}}\nrewards: [{type: number}]\n")
+    return read_run(file, [f"model.name={reference}"])
+
+
+def read_trinity_reference(folder: Path, reference: str) -> object:
+    read_trinity(folder)
+    (file,) = folder.glob("*.y*ml")
+    return read_run(file, [f"model.model_path={reference}"])
+
+
+def read_rllm_reference(folder: Path, reference: str) -> object:
+    return read_rllm(folder, *TASKS, f"training.default_local_dir={reference}")
 
 
 def test_trinity_rounds_demonstrations_up(tmp_path: Path):
@@ -70,3 +88,47 @@ def test_minds_group_of_one_trains_on_its_reward(tmp_path: Path):
     run = read_minds(tmp_path, with_lines("trainer", "rollouts_per_example = 1"))
     assert run.settings.group_size == 1
     assert any(note.startswith("trainer.rollouts_per_example: ") for note in run.notes)
+
+
+def test_trinity_bench_needs_no_adapter(tmp_path: Path):
+    evals = [{"name": "e", "storage_type": "file", "path": "a.jsonl", "default_workflow_type": "math_workflow"}]
+    changes = ("buffer.explorer_input.eval_tasksets", evals), ("model.tinker", {}), ("model.lora_configs", None)
+    assert read_trinity(tmp_path, ("mode", "bench"), *changes).settings.mode == "bench"
+    with pytest.raises(ConfigError, match="training all weights"):
+        read_trinity(tmp_path, *changes)
+
+
+def test_trinity_chunks_of_requests_are_noted(tmp_path: Path):
+    run = read_trinity(tmp_path, ("model.tinker", {"enable": True, "forward_backward_chunk_bytes": 1_000}))
+    assert any(note.startswith("model.tinker.forward_backward_chunk_bytes: ") for note in run.notes)
+
+
+def test_rllm_decay_and_clipping_are_copied():
+    words = ["rllm/backend=tinker", "training.weight_decay=0.01", "training.grad_clip_norm=1.5"]
+    translation = translate(read_config({}, [*words, "rllm.trainer.dump_batch_dir=x"]))
+    optimizer = translation.settings["optimizer"]
+    assert (optimizer["weight_decay"], optimizer["grad_clip_norm"]) == (0.01, 1.5)
+    assert any(note.startswith("rllm.trainer.dump_batch_dir: ") for note in translation.notes)
+
+
+def test_rllm_dppo_is_refused_without_a_suggestion():
+    (fault,) = translate(read_config({}, ["rllm/backend=tinker", "rllm.algorithm.loss_fn=dppo_tv"])).faults
+    assert "'dppo_tv' is not offered. Known here: " in fault
+    assert "Did you mean" not in fault
+
+
+@pytest.mark.parametrize("read", [read_own_reference, read_trinity_reference, read_rllm_reference])
+def test_a_bad_reference_is_blamed_on_its_place(tmp_path: Path, read: Callable[[Path, str], object]):
+    with pytest.raises(ConfigError, match=r"^(.* is read as .*\n)?the command line: .*tinsmith_absent"):
+        read(tmp_path, "${oc.env:tinsmith_absent}")
+
+
+def test_a_bracketed_stop_is_noted(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("steps: 1\nmodel: {name: tiny}\ntasks: {train: {type: addition}}\nrewards: [{type: number}]\n")
+    run = read_run(file, ["sampling.stop=[/INST]"])
+    assert run.settings.sampling.stop == ("/INST",)
+    assert run.notes[0].startswith("sampling.stop: [/INST] is a list of one text")
+    assert read_run(file, ["sampling.stop=['[/INST]']"]).settings.sampling.stop == ("[/INST]",)
+    for plain in ("['a']", "[a, b]", "[1]", "</answer>"):
+        assert read_run(file, [f"sampling.stop={plain}"]).notes == ()

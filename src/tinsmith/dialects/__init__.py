@@ -25,7 +25,7 @@ from tinsmith.dialects.trinity.schema import TrinityFile
 from tinsmith.dialects.unread import refuse_unread
 from tinsmith.dialects.wording import in_words_of
 from tinsmith.errors import ConfigError
-from tinsmith.overrides import COMMAND_LINE, apply_overrides, override_key
+from tinsmith.overrides import COMMAND_LINE, apply_overrides, list_notes, override_key
 from tinsmith.rl import plugins
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.plugins import Names
@@ -152,10 +152,9 @@ def _mark(dialect: Dialect, values: Mapping[str, Any]) -> str:
 
 def _read_own(file: Path, values: Mapping[str, Any], overrides: Sequence[str]) -> RunFile:
     place, values = str(file), plugins.located(values, file.parent)
-    settings = build(
-        RunConfig, resolve_interpolations(apply_overrides(values, overrides, RunConfig), place), place, overrides
-    )
-    return RunFile(settings=_named(settings, file))
+    values = apply_overrides(values, overrides, RunConfig)
+    values = resolve_interpolations(values, place, overridden=list(map(override_key, overrides)))
+    return RunFile(settings=_named(build(RunConfig, values, place, overrides), file), notes=list_notes(overrides))
 
 
 def _read_foreign(file: Path, values: Mapping[str, Any], overrides: Sequence[str], dialect: Dialect) -> RunFile:
@@ -175,7 +174,10 @@ def _read_foreign(file: Path, values: Mapping[str, Any], overrides: Sequence[str
     values = dialect.apply(values, before, dialect.schema)
     defaults = dialect.defaults() if "${" in str(values) else None
     translation = dialect.translate(
-        resolve_interpolations(values, place, defaults), place, _plugin_names(after), before
+        resolve_interpolations(values, place, defaults, list(map(dialect.override_key, before))),
+        place,
+        _plugin_names(after),
+        before,
     )
     place = f"{place} (read as {dialect.name})"
     try:
@@ -184,7 +186,8 @@ def _read_foreign(file: Path, values: Mapping[str, Any], overrides: Sequence[str
         )
     except ConfigError as error:
         raise ConfigError(in_words_of(dialect.schema, values, error.message), error.hint) from error
-    return RunFile(settings=_named(settings, file), dialect=dialect.name, guide=dialect.guide, notes=translation.notes)
+    notes = (*translation.notes, *list_notes(after))
+    return RunFile(settings=_named(settings, file), dialect=dialect.name, guide=dialect.guide, notes=notes)
 
 
 def _is_foreign(dialect: Dialect, key: str) -> bool:

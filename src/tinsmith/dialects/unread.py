@@ -27,33 +27,44 @@ class UnreadFormat:
     fix: str = ""
 
 
+_READ = ("explorer", "synchronizer", "rllm", "rewards", "tasks", "groups_per_step")
+
 FORMATS = (
     UnreadFormat(
-        name="prime-rl",
-        keys=(
-            "orchestrator", "inference", "trainer.optim", "trainer.model", "trainer.ckpt", "trainer.data",
-            "trainer.weight_broadcast", "weight_broadcast", "rollout_transport", "max_async_level", "seq_len",
-            "deployment", "ckpt", "inference_gpu_ids", "trainer_gpu_ids", "rollouts_per_example", "optim.lr",
-            "env=list", "data.seq_len", "model.impl",
-        ),
-        unless=("explorer", "synchronizer", "rllm", "rewards", "tasks"),
+        name="rLLM's supervised fine-tuning",
+        keys=("data.rllm", "optim.lr_scheduler"),
+        unless=(*_READ, "deployment", "ckpt", "max_steps"),
+        fix="algorithm.type: sft trains on demonstrations. ",
     ),
+    UnreadFormat(name="verl", keys=("actor_rollout_ref", "data.micro_batch_size_per_gpu"), unless=("rllm",)),
     UnreadFormat(
         name="verifiers",
         keys=(
-            "eval=list", "env.taskset", "env.harness", "taskset.id", "harness.id", "env_id", "env_dir_path", "endpoint",
-            "ablation", "model=text",
+            "eval=list", "env.taskset", "env.harness", "taskset.id", "harness.id", "env_id", "env.env_id",
+            "env_dir_path", "endpoint", "ablation", "model=text",
         ),
-        unless=("explorer", "synchronizer", "rllm", "rewards", "tasks", "envs", "model_name_or_path"),
+        unless=(*_READ, "envs", "model_name_or_path", "source", "orchestrator"),
         fix="An environment of verifiers is an entry of environments (docs/guides/verifiers.md). ",
     ),
-    UnreadFormat(name="verl", keys=("actor_rollout_ref",), unless=("rllm",)),
+    UnreadFormat(
+        name="prime-rl",
+        keys=(
+            "orchestrator", "source=list", "inference", "vllm", "trainer.optim", "trainer.model", "trainer.ckpt",
+            "trainer.data", "trainer.weight_broadcast", "weight_broadcast", "rollout_transport", "max_async_level",
+            "seq_len", "deployment", "ckpt", "inference_gpu_ids", "trainer_gpu_ids", "rollouts_per_example",
+            "environment.id", "optim.lr", "env=list", "data.seq_len", "model.impl", "client.base_url", "log.vf_level",
+        ),
+        unless=_READ,
+    ),
     UnreadFormat(
         name="TRL",
         keys=("model_name_or_path", "per_device_train_batch_size", "num_train_epochs", "gradient_accumulation_steps"),
         unless=("tasks", "rewards", "rllm", "trainer"),
     ),
     UnreadFormat(name="OpenRLHF", keys=("pretrain", "n_samples_per_prompt", "micro_rollout_batch_size")),
+    UnreadFormat(
+        name="a TuFT server", keys=("supported_models",), fix="The settings of a server are those of tinsmith serve. "
+    ),
 )  # fmt: skip
 
 
@@ -64,7 +75,7 @@ def refuse_unread(values: Mapping[str, Any], place: str) -> None:
         if key and not any(other in values for other in form.unless):
             raise ConfigError(
                 f"{place} is a file of {form.name}, because it has '{key.partition('=')[0]}'; such files are not read.",
-                f"{form.fix}Write a run file; {NAMES_PAGE} has the names of {form.name} and ours. Tinsmith reads its "
+                f"{form.fix}Write a run file; {NAMES_PAGE} has names of other systems and ours. Tinsmith reads its "
                 "own run files and those of Trinity-RFT, rLLM and minds_RL.",
             )
 

@@ -274,6 +274,8 @@ def _loss(values: Values) -> Translation:
     if not values.has("rllm.backend"):
         return settings({"algorithm.loss": {"type": "importance_sampling"}})
     name = values.setting("rllm.algorithm.loss_fn")
+    if name.is_set and str(name.value).startswith("dppo"):
+        return fault(name.key, f"the loss '{name.value}' is not offered.", f"Known here: {', '.join(LOSSES)}.")
     if name.is_set and name.value not in LOSSES:
         return fault(name.key, f"there is no '{name.value}'.", did_you_mean(name.value, LOSSES))
     loss = loss_name(values)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from tinsmith.dialects.base import Ignored, Refused, Section
+from tinsmith.dialects.base import Copied, Ignored, Refused, Section
 from tinsmith.dialects.rllm.schema import (
     ALL_AT_ONCE,
     FROM_SAMPLER,
@@ -128,6 +128,7 @@ class UnifiedTrainer(Section):
     save_freq: int = 20
     val_before_train: bool = False
     val_only: bool = False
+    dump_batch_dir: Annotated[str | None, STORED] = None
 
 
 class RolloutCorrection(Section):
@@ -293,6 +294,8 @@ class TinkerTraining(RllmTraining):
 
     group_size: int | None = None
     val_group_size: int | None = None
+    weight_decay: Annotated[float | None, Copied("optimizer.weight_decay")] = None
+    grad_clip_norm: Annotated[float | None, Copied("optimizer.grad_clip_norm")] = None
     lr_schedule: str = "constant"
     warmup_steps_ratio: float = 0.0
     default_local_dir: str = "checkpoints/${rllm.trainer.project_name}/${rllm.trainer.experiment_name}"

@@ -96,6 +96,8 @@ def _lora_adapter(file: TrinityFile) -> Translation:
     tinker.model_fields_set.discard("enable")
     unused = note_unused(tinker, "model.tinker.", "it has an effect only with model.tinker.enable: true.")
     loras = file.model.lora_configs
+    if file.mode == "bench" and not loras:
+        return unused  # nothing is trained
     if loras is None or len(loras) == 0:
         fix = "Add lora_configs: [{lora_rank: 32}], or model.tinker: {enable: true}."
         return unused + fault("model.lora_configs", "training all weights of a model is not supported.", fix)

@@ -41,6 +41,7 @@ class TinkerSection(Section):
     train_unembed: bool = True
     base_url: str | None = None
     base_model: str | None = None
+    forward_backward_chunk_bytes: Annotated[int | None, Ignored("the client splits large requests itself.")] = None
     server_loss_fn: Annotated[str | None, Ignored("a loss that the server offers always runs there.")] = None
 
 

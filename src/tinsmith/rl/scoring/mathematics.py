@@ -3,6 +3,9 @@
 What can be decided exactly is decided here: equal text, choices, words, quantities, and collections item by item. Other
 expressions are compared by the package math-verify, whose tolerance is checked with 200 digits where it finds two
 expressions equal.
+
+Dates, times of day (3:30) and numbers joined by hyphens (555-1234, 5-10) are no arithmetic: they equal only the same
+numbers. Two texts that may both be times are compared as times; another ratio, such as 1:2, is a quotient.
 """
 
 from __future__ import annotations
@@ -52,6 +55,10 @@ _VARIABLE = re.compile(r"\s*([A-Za-z](?:_\{?\w+\}?)?)\s*=")
 _RELATION = re.compile(r"=|[<>]|\\(?:le|ge|ne|lt|gt|in)(?![A-Za-z])")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z'’ .,-]*")
 _DATE = re.compile(r"([12]\d{3})-(0?[1-9]|1[0-2])-(0?[1-9]|[12]\d|3[01])")
+_TIME = re.compile(r"([01]?\d|2[0-4]):([0-5]\d)")
+_JOINED = re.compile(r"\d+(?:-\d+)+")
+_COUNTED = re.compile(r"(\d+(?:\s?-\s?\d+)+)\s+[A-Za-z]+")
+_PHONE_NUMBER = re.compile(r"\d+(?:-\d+){2,}|\d{3,}-\d{3,}|0\d+-\d+|\d+-0\d+")
 _UNION = re.compile(r"\\cup(?![A-Za-z])|(?<=[)\]])\s*U\s*(?=[(\[])")
 
 
@@ -100,8 +107,8 @@ def _equal(right: str, reply: str, depth: int = 0) -> bool:
     def items_equal(first: str, second: str) -> bool:
         return _equal(first, second, depth + 1)
 
-    if (dates := (_date(right), _date(reply))) != (None, None):
-        return dates[0] == dates[1]
+    if (verdict := _equal_labels(right, reply)) is not None:
+        return verdict
     names = _variable(right), _variable(reply)
     if all(names) and names[0] != names[1] and collection(right) is None:
         return False
@@ -185,6 +192,19 @@ def _differ(first: Any, second: Any) -> bool:
 def _exactly(expression: Any) -> Any:
     """The expression with decimals as fractions."""
     return expression.replace(lambda part: part.is_Float, lambda part: sympy.Rational(str(part)))
+
+
+def _equal_labels(right: str, reply: str) -> bool | None:
+    """The verdict on dates, times of day and numbers joined by hyphens, as 555-1234, which are no arithmetic; None for
+    other text. A ratio such as 1:2 is a quotient, except beside a second text that may be a time."""
+    if (dates := (_date(right), _date(reply))) != (None, None):
+        return dates[0] == dates[1]
+    times = _TIME.fullmatch(right), _TIME.fullmatch(reply)
+    if times[0] and times[1]:
+        return list(map(int, times[0].groups())) == list(map(int, times[1].groups()))
+    if _JOINED.fullmatch(right) or _PHONE_NUMBER.fullmatch(reply):
+        return _same_text(right, _COUNTED.sub(r"\1", without_unit(reply)))
+    return None
 
 
 def _date(text: str) -> tuple[int, ...] | None:
