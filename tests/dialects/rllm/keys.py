@@ -213,3 +213,13 @@ NATIVE: dict[str, Any] = {
 """The block of the Tinker backend; keys that mirror one of `rllm` have its value."""
 
 UNIFIED = {**{f"rllm.{key}": value for key, value in RLLM.items()}, **NATIVE}
+
+NEWER_SECTIONS = ("rllm.compact_filtering", "rllm.remote", "rllm.gateway", "rllm.sdk")
+_CLIPPING = ("algorithm.clip_advantages", "algorithm.adv_clip_min", "algorithm.adv_clip_max")
+NEWER = {
+    *_CLIPPING,
+    *(f"rllm.{key}" for key in (*_CLIPPING, "algorithm.gamma", "algorithm.lam", "trainer.dump_batch_dir")),
+    "training.weight_decay",
+    "training.grad_clip_norm",
+}
+"""Keys of the latest versions and of forks; without a value they change nothing."""

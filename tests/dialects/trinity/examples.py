@@ -31,6 +31,8 @@ LIVE: Pairs = (("synchronizer.sync_style", "fully_async"),)
 OPERATOR = "data_processor.experience_pipeline.operators[]"
 
 EXAMPLES: dict[str, tuple[Any, Pairs]] = {
+    "algorithm.enable_router_replay": (True, ()),
+    "algorithm.rollout_correction": ({"rollout_is": "token"}, ()),
     "stages": ([{"stage_name": "one"}, {"stage_name": "two", "algorithm": {"algorithm_type": "rloo"}}], ()),
     f"{OPERATOR}.name": ("mask_response_truncated", ((f"{OPERATOR}.name", "invalid_reward_filter"),)),
     f"{OPERATOR}.args": ({"threshold": 0.5}, ((f"{OPERATOR}.name", "reward_filter"),)),
