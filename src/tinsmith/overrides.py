@@ -94,11 +94,11 @@ def _chosen(value: Any, text: str, forms: frozenset[Form]) -> Any:
 
 
 def list_notes(overrides: Iterable[str]) -> tuple[str, ...]:
-    """Notes on stops in brackets, such as [/INST], which are lists and not the text with its brackets."""
+    """Notes on stops that look like a model's markers, such as [/INST]: brackets are a list."""
     return tuple(
         f"{key}: {text} is a list of one text; for the text with its brackets: \"{key}=['{text}']\"."
         for key, _, text in (override.partition("=") for override in overrides)
-        if key.rpartition(".")[2] == "stop" and re.fullmatch(r"\[[^\s\[\],'\"]*[^\W\d][^\s\[\],'\"]*\]", text)
+        if key.rpartition(".")[2] == "stop" and re.fullmatch(r"\[/?[A-Z_]+\]", text)
     )
 
 

@@ -123,6 +123,17 @@ def test_a_bad_reference_is_blamed_on_its_place(tmp_path: Path, read: Callable[[
         read(tmp_path, "${oc.env:tinsmith_absent}")
 
 
+def test_references_in_overrides_of_our_keys_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TINSMITH_SOME", "out")
+    read_trinity(tmp_path)
+    (file,) = tmp_path.glob("*.y*ml")
+    words = ["folder=${oc.env:TINSMITH_SOME}/a", r"description=\${b}", "steps=${oc.env:TINSMITH_NONE,7}"]
+    settings = read_run(file, words).settings
+    assert (settings.folder, settings.description, settings.steps) == ("out/a", "${b}", 7)
+    with pytest.raises(ConfigError, match=r"the command line: .*tinsmith_absent"):
+        read_run(file, ["folder=${oc.env:tinsmith_absent}"])
+
+
 def test_a_bracketed_stop_is_noted(tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text("steps: 1\nmodel: {name: tiny}\ntasks: {train: {type: addition}}\nrewards: [{type: number}]\n")
@@ -130,5 +141,5 @@ def test_a_bracketed_stop_is_noted(tmp_path: Path):
     assert run.settings.sampling.stop == ("/INST",)
     assert run.notes[0].startswith("sampling.stop: [/INST] is a list of one text")
     assert read_run(file, ["sampling.stop=['[/INST]']"]).settings.sampling.stop == ("[/INST]",)
-    for plain in ("['a']", "[a, b]", "[1]", "</answer>"):
+    for plain in ("['a']", "[a, b]", "[1]", "[<end>]", "</answer>"):
         assert read_run(file, [f"sampling.stop={plain}"]).notes == ()

@@ -170,7 +170,7 @@ def _read_foreign(file: Path, values: Mapping[str, Any], overrides: Sequence[str
             continue
         if not exists:
             _check_key(dialect, key)
-        after.append(f"{key}={override.partition('=')[2]}" if "=" in override else override)
+        after.append(f"{key}={_resolved(override.partition('=')[2])}" if "=" in override else override)
     values = dialect.apply(values, before, dialect.schema)
     defaults = dialect.defaults() if "${" in str(values) else None
     translation = dialect.translate(
@@ -188,6 +188,11 @@ def _read_foreign(file: Path, values: Mapping[str, Any], overrides: Sequence[str
         raise ConfigError(in_words_of(dialect.schema, values, error.message), error.hint) from error
     notes = (*translation.notes, *list_notes(after))
     return RunFile(settings=_named(settings, file), dialect=dialect.name, guide=dialect.guide, notes=notes)
+
+
+def _resolved(text: str) -> str:
+    """The value of an override of RunConfig's keys, with `${…}` resolved: the keys of the file have other names."""
+    return str(resolve_interpolations({"value": text}, COMMAND_LINE)["value"]) if "${" in text else text
 
 
 def _is_foreign(dialect: Dialect, key: str) -> bool:
