@@ -346,7 +346,7 @@ def error_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
         (("log", "-l", "loud"), 'Choose from: "DEBUG", "INFO", "WARNING", "ERROR". --help'),
         (
             ("check", "small.yaml", "rewards.9.type=closeness"),
-            "'rewards.9.type=closeness' is beyond the end of its list",
+            "'rewards.9.type' is beyond the end of its list",
         ),
         (("demo", "stepz=3"), "Did you mean 'steps'?"),
     ],

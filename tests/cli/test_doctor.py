@@ -65,7 +65,7 @@ def test_findings_name_the_fix(tmp_path: Path) -> None:
     }
     assert levels == {
         "python": "ok", "torch": "warn", "compiler": "ok", "folder": "fail", "lock": "ok", "database": "fail",
-        "port": "fail", "models": "warn", "sampler": "fail",
+        "port": "fail", "models": "warn", "plan": "ok", "sampler": "fail",
     }  # fmt: skip
     assert all(finding.fix for finding in results.values() if finding.level != "ok")
     assert "make vllm" in results["sampler"].fix

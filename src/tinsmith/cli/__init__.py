@@ -189,7 +189,7 @@ def _option_error(error: CycloptsError, option: str, words: Sequence[str]) -> Co
     """The error for an unknown option, which may be a setting of a run with hyphens before it."""
     message = f"Unknown option: {option}."
     if (error.command_chain or ("",))[0] not in _TAKE_SETTINGS:
-        return ConfigError(message, "--help lists the options.")
+        return ConfigError(str(error), "--help lists the options.")
     from tinsmith.rl.config import RunConfig
 
     name, equals, value = option.partition("=")
