@@ -28,7 +28,7 @@ def sample(world: World) -> None:
     ]  # equal seeds give equal samples
     stops(world, sampler)
     prompt_options(world, sampler)
-    for bad in ({"temperature": -1.0}, {"top_p": 0.0}, {"max_tokens": 0}):
+    for bad in ({"temperature": -1.0}, {"top_p": 1.5}, {"max_tokens": 0}):
         with pytest.raises((tinker.BadRequestError, tinker.RequestFailedError)):
             settled(world.plain(), sampler.sample, prompt(), 1, params(**bad))
     greedy = [settled(world.plain(), sampler.sample, prompt(), 1, params(temperature=0.0, seed=s)) for s in (1, 2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import tomllib
 import subprocess
 from pathlib import Path
 
@@ -18,8 +19,8 @@ EXAMPLES = ROOT / "examples/cluster"
 def test_kuberay_follows_the_guide() -> None:
     job, service = yaml.safe_load_all((EXAMPLES / "kuberay.yaml").read_text())
     cluster = job["spec"]["rayClusterSpec"]
-    extra = (ROOT / "pyproject.toml").read_text().partition("cluster = [")[2].partition("]")[0]
-    ray = next(Requirement(word.strip(' "')) for word in extra.split('", "') if word.strip(' "').startswith("ray"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ray = next(need for need in map(Requirement, project["optional-dependencies"]["cluster"]) if need.name == "ray")
     assert ray.specifier.contains(cluster["rayVersion"])
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     for group in groups:
