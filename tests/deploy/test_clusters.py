@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-import tomllib
 import subprocess
+import tomllib
 from pathlib import Path
 
 import yaml
