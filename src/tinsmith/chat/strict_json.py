@@ -48,9 +48,11 @@ def check_text(text: str) -> None:
         raise ValueError(f"it holds \\u{half:04x}, which is half a surrogate pair") from None
 
 
-def encode_json(value: Any) -> str:
-    """Compact JSON text that can be encoded: half of a surrogate pair becomes a replacement character."""
-    return encodable(json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+def encode_json(value: Any, *, compact: bool = True) -> str:
+    """JSON text that can be encoded: half of a surrogate pair becomes a replacement character. Compact text has no
+    spaces; the other is for files that people read."""
+    separators = (",", ":") if compact else None
+    return encodable(json.dumps(value, ensure_ascii=False, allow_nan=False, separators=separators))
 
 
 def encodable(text: str) -> str:

@@ -205,7 +205,9 @@ _ON_HOST: dict[str, Callable[..., Any]] = {
     # Above the device, torch takes these for views with a mark, which the contents must not have.
     "aten::_conj": torch.ops.aten.conj_physical,
     "aten::_neg_view": torch.ops.aten.neg,
-    "aten::mm": lambda left, right, dtype=None: left.to(dtype) @ right.to(dtype) if dtype else left @ right,
+    "aten::mm": lambda left, right, dtype=None, *, out=None: (
+        left.to(dtype) @ right.to(dtype) if dtype else torch.mm(left, right, out=out)
+    ),
 }
 """Operators that the host computes in another way than a GPU."""
 

@@ -37,7 +37,7 @@ class JsonlMonitor(Monitor):
 
     @override
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        self._metrics.write(encode_json({"step": step, **_floats(values)}) + "\n")
+        self._metrics.write(encode_json({"step": step, **_floats(values)}, compact=False) + "\n")
 
     @override
     def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
@@ -47,7 +47,7 @@ class JsonlMonitor(Monitor):
         with temporary.open("w", encoding="utf-8") as file:
             for group in groups:
                 for index, rollout in enumerate(group.rollouts):
-                    file.write(encode_json(self._line(step, group, index, rollout)) + "\n")
+                    file.write(encode_json(self._line(step, group, index, rollout), compact=False) + "\n")
         temporary.replace(target)
 
     @property
