@@ -107,7 +107,7 @@ class PassState:
         grads = []
         for end in uploaded.run(data):
             grad = torch.from_numpy(end.grad)
-            self._check_finite(torch.tensor(end.loss), grad)
+            self._check_finite(torch.tensor(end.loss, device=grad.device), grad)
             self.add_metrics({"loss:sum": end.loss, **end.metrics})
             grads.append(grad.reshape(-1))
         return torch.cat(grads).to(logprobs.device)

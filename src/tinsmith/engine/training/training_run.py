@@ -248,7 +248,7 @@ class MicroBatch:
             by_pass.setdefault((slot, item.pass_index), []).append(key)
         for _, keys in sorted(by_pass.items()):
             run, items = self._placed[keys[0]][1], [self._placed[key][2] for key in keys]
-            at = torch.as_tensor(np.concatenate([index[key] for key in keys]))
+            at = torch.from_numpy(np.concatenate([index[key] for key in keys]))
             try:
                 grad, grad_of_entropy = run.state(items[0]).add(
                     items,
