@@ -120,7 +120,7 @@ def rollouts(folder: Path) -> list[list[Any]]:
 @contextmanager
 def machines(folder: Path, tiny_llama: Path, database: str) -> Iterator[Machines]:
     """A server, the run in one process, and machines for the same run."""
-    rows = [json.dumps({"question": f"What is {number}?", "answer": ""}) for number in range(STEPS * GROUPS // EPOCHS)]
+    rows = [json.dumps({"question": f"What is {number}?", "answer": "0"}) for number in range(STEPS * GROUPS // EPOCHS)]
     (folder / "rows.jsonl").write_text("\n".join(rows))
     (folder / "run.yaml").write_text(RUN_FILE % (folder / "rows.jsonl"))
     (folder / "pace.py").write_text(PACE)

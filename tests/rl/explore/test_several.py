@@ -25,7 +25,7 @@ from tinsmith.rl.rollouts.buffers.sql import SqlBuffer
 from tinsmith.rl.rollouts.task_draws import SharedDraws, read_tasks
 from tinsmith.rl.train import train
 
-ROWS = [{"question": f"What is {number}?", "answer": ""} for number in range(12)]
+ROWS = [{"question": f"What is {number}?", "answer": "0"} for number in range(12)]
 TASKS = {"train": {"type": "rows", "data": ROWS}, "held_out": 0}
 BASE: dict[str, Any] = {"tasks": TASKS, "eval": {}, "checkpoint": {"every": 1}, "backoff": None}
 """12 tasks, of which 8 steps of 3 take each twice."""
@@ -165,7 +165,7 @@ def test_killed_sampler_continues_on_another_machine(tmp_path, monkeypatch, meth
 
 def test_refills_draw_no_task_twice(tmp_path):
     """Groups that filters drop are replaced by other tasks, which no other sampler draws."""
-    rows = [{"question": f"What is {number}?", "answer": ""} for number in range(3000)]
+    rows = [{"question": f"What is {number}?", "answer": "0"} for number in range(3000)]
     filled = {"filters": [{"type": "reward_std"}], "filter_refills": 20, "group_size": 2, "staleness": 2}
     tasks = {"train": {"type": "rows", "data": rows}, "held_out": 0}
     machines = Machines(tmp_path, tasks=tasks, **filled)
