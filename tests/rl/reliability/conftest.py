@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,10 @@ def work(forked_programs: str, tmp_path_factory: pytest.TempPathFactory, tiny_ll
 
     data = folder / "data"
     with (
-        pytest.MonkeyPatch.context() as patch,
+        chdir(folder),  # the server finds the model there too
         embedded(ServeConfig(models=("tiny=tiny",), engine="fake", data=data)) as (url, key),
         proxied(url, note) as proxy,
     ):
-        patch.chdir(folder)
         assert start(folder, folder / "whole", proxy.url, key).wait(SECONDS) == 0
         yield Work(folder, url, key, data, outcome(folder / "whole", data), requests)
 
