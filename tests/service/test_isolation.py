@@ -140,6 +140,7 @@ CASES = {
     "GET /billing/usage/events": replace(silent(), query=THIS_WEEK),
     "GET /billing/usage/checkpoints/current": silent(),
     "GET /sessions/{session_id}/trace_export": of_path(),
+    "GET /sessions/{session_id}/queue": of_path(),
     "GET /sessions": silent(),
     "GET /sessions/{session_id}": of_path(),
     "POST /sessions/search": silent(

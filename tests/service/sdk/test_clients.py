@@ -351,7 +351,7 @@ def test_rejects_bad_sampling_requests(client: tinker.ServiceClient) -> None:
         ("token id", lambda: sampler.sample(types.ModelInput.from_ints([512]), 1, params)),
         ("num_samples", lambda: sampler.sample(good, 0, params)),
         ("temperature", lambda: sampler.sample(good, 1, types.SamplingParams(temperature=-1, max_tokens=2))),
-        ("top_p", lambda: sampler.sample(good, 1, types.SamplingParams(top_p=0, max_tokens=2))),
+        ("top_p", lambda: sampler.sample(good, 1, types.SamplingParams(top_p=1.5, max_tokens=2))),
         ("stop string", lambda: sampler.sample(good, 1, types.SamplingParams(stop="", max_tokens=2))),
         ("prompt_alt_tokens_k", lambda: sampler.sample(good, 1, params, prompt_alt_tokens_k=10**6)),
         ("image", lambda: sampler.sample(image, 1, params)),
