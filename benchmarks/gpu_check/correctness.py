@@ -20,8 +20,9 @@ from benchmarks.engine_driver import EngineDriver
 from benchmarks.gpu_check.device import profile, settle
 from benchmarks.gpu_check.shapes import FEW_LAYERS, Size
 from benchmarks.gpu_check.step import Values
+from benchmarks.parts.agreement import scored_pass
 from benchmarks.workloads import Batch, grpo, questions, rows_of
-from tinsmith.engine.base import Datum, Pass, SampleResult
+from tinsmith.engine.base import SampleResult
 
 RANK = 32
 
@@ -110,7 +111,7 @@ def _agreement(size: Size, ours: EngineDriver) -> dict[str, float | bool]:
     rows = [
         (prompt, sequence) for prompt, result in zip(prompts, results, strict=True) for sequence in result.sequences
     ]
-    (scored,) = ours.run(_scoring([np.concatenate([prompt, sequence.tokens]) for prompt, sequence in rows]))
+    (scored,) = ours.run(scored_pass([np.concatenate([prompt, sequence.tokens]) for prompt, sequence in rows], "check"))
     difference = np.concatenate(
         [
             sequence.logprobs - logprobs[len(prompt) - 1 :]
@@ -140,18 +141,6 @@ def _deterministic(size: Size, state: Path, work: Batch) -> list[bytes]:
 
 def _tokens(results: Sequence[SampleResult]) -> list[bytes]:
     return [sequence.tokens.tobytes() for result in results for sequence in result.sequences]
-
-
-def _scoring(rows: list[np.ndarray]) -> Pass:
-    data = [
-        Datum(
-            tokens=row[:-1].astype(np.int32),
-            targets=row[1:].astype(np.int64),
-            inputs={"weights": np.zeros(len(row) - 1, np.float32)},
-        )
-        for row in rows
-    ]
-    return Pass(model_id="check", data=tuple(data), loss_fn="cross_entropy", forward_only=True)
 
 
 def _scores(ours: EngineDriver, work: Batch) -> tuple[np.ndarray, np.ndarray]:

@@ -10,11 +10,11 @@ import numpy as np
 
 from benchmarks.comparison import timed
 from benchmarks.engine_driver import EngineDriver
-from benchmarks.gpu_check.device import profile, seconds, settle
+from benchmarks.gpu_check.device import profile, seconds
 from benchmarks.gpu_check.shapes import Size
 from benchmarks.gpu_check.step import Values
 from benchmarks.workloads import Batch, questions, rows_of
-from tinsmith.engine.base import Pass, SampleRequest
+from tinsmith.engine.base import SampleRequest
 
 RANK, TENANT_RANK = 32, 8
 MEAN_REPLY, LONGEST_REPLY = 300, 1024
@@ -65,7 +65,7 @@ def many_adapters(size: Size) -> Values:
     values = {
         "eight_adapters_by_one": mixed / alone,
         "eight_adapters_tokens_per_s": sum(lengths) / mixed,
-        "tenants_ms": _tenants_s(size, ours, passes) * 1000,
+        "tenants_ms": seconds(size, lambda: ours.run(*passes)) * 1000,
         "tenants_launches": profile(size, lambda: ours.run(*passes)).launches,
     }
     ours.close()
@@ -143,11 +143,3 @@ def _with_versions(ours: EngineDriver, count: int) -> None:
     for number in range(count):
         ours.create(f"policy-{number}", RANK, seed=number)
         ours.capture(f"policy-{number}", f"version-{number}")
-
-
-def _tenants_s(size: Size, ours: EngineDriver, passes: Sequence[Pass]) -> float:
-    def run() -> None:
-        ours.run(*passes)
-        settle(size)
-
-    return seconds(size, run)

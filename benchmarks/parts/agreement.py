@@ -54,7 +54,7 @@ def _differences(setting: Setting) -> np.ndarray:
         for sequence in differences.sequences
     ]
     rows = [np.concatenate([prompt, sequence.tokens]) for prompt, sequence in sequences]
-    (result,) = ours.run(_scored(rows))
+    (result,) = ours.run(scored_pass(rows, "bench"))
     ours.close()
     trained = [logprobs[PROMPT - 1 :] for logprobs in result.logprobs]
     return np.concatenate([s.logprobs - t for (_, s), t in zip(sequences, trained, strict=True)])
@@ -80,9 +80,14 @@ def _learn(prompts: list[np.ndarray]) -> Pass:
     return Pass(model_id="bench", data=tuple(data), loss_fn="cross_entropy")
 
 
-def _scored(rows: list[np.ndarray]) -> Pass:
+def scored_pass(rows: list[np.ndarray], model_id: str) -> Pass:
+    """A request for the logprobs of all tokens of the rows after the first."""
     data = [
-        Datum(tokens=row[:-1], targets=row[1:].astype(np.int64), inputs={"weights": np.zeros(len(row) - 1, np.float32)})
+        Datum(
+            tokens=row[:-1].astype(np.int32),
+            targets=row[1:].astype(np.int64),
+            inputs={"weights": np.zeros(len(row) - 1, np.float32)},
+        )
         for row in rows
     ]
-    return Pass(model_id="bench", data=tuple(data), loss_fn="cross_entropy", forward_only=True)
+    return Pass(model_id=model_id, data=tuple(data), loss_fn="cross_entropy", forward_only=True)
