@@ -59,7 +59,8 @@ async def stalling(python: Path, folder: Path) -> AsyncIterator[Stalling]:
     """A vLLM with one version, whose adapter changes nothing."""
     vllm, adapter = Stalling(python, folder), folder / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 32, "target_modules": ["q_proj"]}')
+    settings = {"peft_type": "LORA", "r": 1, "lora_alpha": 32, "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
     (adapter / "adapter_model.safetensors").write_text("")
     try:
         async with asyncio.timeout(SECONDS):

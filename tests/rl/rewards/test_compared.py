@@ -103,7 +103,7 @@ def test_time_limit_holds_in_this_process_too(caplog):
     result = Math(timeout=1).score(answer("72"), "$10000000!$")
     assert (result.value, result.correct) == (-0.1, False)
     assert time.monotonic() - begin < 100
-    assert caplog.records == []
+    assert [record for record in caplog.records if not record.name.startswith("tinker")] == []
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
