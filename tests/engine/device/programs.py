@@ -128,8 +128,8 @@ def training_counts(source: Path, lengths: Sequence[int], tenants: int, loss_fn:
     return asyncio.run(work())
 
 
-def decoding_counts(source: Path, sequences: int, versions: int, steps: int = 8) -> stand_in.Counts:
-    """What `steps` decoding steps cost."""
+def decoding_counts(source: Path, sequences: int, versions: int, steps: int = 8, **settings: Any) -> stand_in.Counts:
+    """What `steps` decoding steps cost, of requests with these settings."""
 
     async def work() -> stand_in.Counts:
         engine = engine_on_device(source)
@@ -139,7 +139,8 @@ def decoding_counts(source: Path, sequences: int, versions: int, steps: int = 8)
         totals = []
         for tokens in (4, 4 + steps):
             requests = [
-                sample_request(version=f"v{number % versions}", max_tokens=tokens) for number in range(sequences)
+                sample_request(version=f"v{number % versions}", max_tokens=tokens, **settings)
+                for number in range(sequences)
             ]
             with stand_in.counting() as counts:
                 await asyncio.gather(*map(engine.sample, requests))

@@ -42,7 +42,11 @@ def test_micro_batch_waits_rarely(stand_in: Any, llama: Path, lengths: Sequence[
     assert counts.reads.total() <= MICRO_BATCH, counts.reads
 
 
-@pytest.mark.parametrize(("sequences", "versions"), [(1, 1), (5, 3)])
-def test_decoding_step_waits_rarely(stand_in: Any, llama: Path, sequences: int, versions: int):
-    counts = stand_in(programs.decoding_counts, llama, sequences, versions, STEPS)
+RULES = ({}, {"top_k": 40, "top_p": 0.9}, {"topk_sample_logprobs": 5, "temperature": 0.5, "top_p": 0.8})
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["plain", "restricted", "likeliest"])
+@pytest.mark.parametrize(("sequences", "versions"), [(1, 1), (20, 3)])
+def test_decoding_step_waits_rarely(stand_in: Any, llama: Path, sequences: int, versions: int, rule: dict[str, Any]):
+    counts = stand_in(programs.decoding_counts, llama, sequences, versions, STEPS, **rule)
     assert counts.reads.total() <= DECODING_STEP * STEPS, counts.reads

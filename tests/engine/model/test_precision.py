@@ -41,7 +41,7 @@ def test_no_token_of_probability_zero_is_drawn(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(token_sampling, "cumulative_sum", uneven)
     goals = torch.tensor([0.0, 0.25, 0.75, 1 - 2**-53, 1e-13, 0.7499999999999], dtype=torch.float64)
-    tokens, _ = token_sampling._invert_cdf(probs, goals, torch.zeros(len(goals), dtype=torch.int64))
+    tokens, _ = token_sampling.invert_cdf(probs, goals, torch.zeros(len(goals), dtype=torch.int64))
     assert set(tokens.tolist()) <= {300, 301, 700}
 
 

@@ -23,8 +23,9 @@ from tinsmith.engine.lora.lm_head import LMHead
 from tinsmith.engine.model import packing
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.hybrid.states import HybridContext, RecurrentShape, RecurrentState
-from tinsmith.engine.sampling import prompt_logprobs, token_sampling
+from tinsmith.engine.sampling import prompt_logprobs
 from tinsmith.engine.sampling.decode import DecodeAttention
+from tinsmith.engine.sampling.device_sampling import sample_on_device
 from tinsmith.engine.sampling.kv_cache import CacheRow, KVCache, cache_shape, state_bank
 from tinsmith.engine.sampling.prefill import PrefilledPrompt, Prompt, prefill_pass
 from tinsmith.engine.sampling.prefixes.cache import KVReader, PrefixCache, PrefixMatch
@@ -32,6 +33,7 @@ from tinsmith.engine.sampling.row_renewal import RowRenewal
 from tinsmith.engine.sampling.scheduler import JobSize, Load, Scheduler
 from tinsmith.engine.sampling.sequences import PromptKey, SampleJob, Sequence, completes_stop_string, jobs_of
 from tinsmith.engine.sampling.state_bank import DecodeStates, StateBank
+from tinsmith.engine.sampling.token_sampling import sample_tokens
 from tinsmith.engine.sampling.versions import AdapterVersions
 from tinsmith.errors import BadRequest, EngineError, TinsmithError
 
@@ -65,7 +67,8 @@ class TokenSampler:
     def _sample(self, groups: list[list[Sequence]], logits: Tensor) -> Faults:
         """Append a token to each sequence; the sequences of a group draw from one row of logits."""
         sequences = [sequence for group in groups for sequence in group]
-        sampled = token_sampling.sample_tokens(
+        sample = sample_tokens if logits.device.type == "cpu" else sample_on_device
+        sampled = sample(
             logits,
             [group[0].job.rule for group in groups],
             [sequence.uniforms.random() for sequence in sequences],
