@@ -28,7 +28,7 @@ from tinsmith.engine.memory_plan import (
     plan,
     vllm_alone,
 )
-from tinsmith.engine.model import loading, packing, self_check
+from tinsmith.engine.model import flex_attention, loading, packing, self_check
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.memory import free_bytes
 from tinsmith.engine_options import CPU_CACHE_TOKENS, CacheTokens, PassTokens
@@ -48,6 +48,10 @@ MAX_TOKENS = {"cpu": 1024, "cuda": MAX_PASS_TOKENS}
 
 TRIAL_LENGTHS = (1, 36, 127, 128, 137, 385)
 """Tokens of the passes that compile attention: one token, less than a block of the mask, a block, and more."""
+
+TRIAL_PREFIX, TRIAL_TURN = 300, 384
+"""Cached tokens, and those of the pass behind them: whole blocks of the mask, so that queries have fewer blocks than
+keys in every window. Of equal sizes the compiler would assume that they always are."""
 
 MEASURED_TOKENS = 64
 """Tokens of the pass that measures the activations."""
@@ -79,15 +83,34 @@ def compile_attention(base: BaseModel) -> BaseModel:
 
 
 def _try_attention(base: BaseModel) -> None:
-    """Passes of TRIAL_LENGTHS with and without gradients."""
+    """Passes of TRIAL_LENGTHS with and without gradients, and one behind a cached prefix."""
     for length in TRIAL_LENGTHS:
-        tokens = np.arange(min(length, base.card.context_length), dtype=np.int32) % base.card.vocab_size
-        tree = packing.pack([packing.PackedRow(key=0, adapter=0, tokens=tokens)])
+        tree = _trial_tree(base, length)
         for with_grad in (True, False):
             with torch.set_grad_enabled(with_grad):
                 hidden = base.hidden_of(tree)
                 if with_grad:
                     hidden.float().sum().backward()
+    if not base.latent_width:
+        _try_behind_prefix(base)
+
+
+@torch.no_grad()
+def _try_behind_prefix(base: BaseModel) -> None:
+    cached = min(TRIAL_PREFIX, base.card.context_length // 3)
+    whole, prefix = _trial_tree(base, cached + TRIAL_TURN), _trial_tree(base, cached)
+    before = flex_attention.packed_attention(prefix, base.device, save_kv=True)
+    base.hidden_of(prefix, context=before)
+    keys, values = (torch.cat(parts) for parts in zip(*before.saved_kv, strict=True))
+    kv = flex_attention.CachedKV(np.arange(cached), lambda kept: [(keys[:, :, kept], values[:, :, kept])])
+    context = flex_attention.FlexAttention(whole, base.device, cached=kv)
+    base.hidden_of(_trial_tree(base, len(whole.tokens) - cached), context=context)
+
+
+def _trial_tree(base: BaseModel, length: int) -> packing.PackedTree:
+    """A row of that length, or of the whole context."""
+    tokens = np.arange(min(length, base.card.context_length), dtype=np.int32) % base.card.vocab_size
+    return packing.pack([packing.PackedRow(key=0, adapter=0, tokens=tokens)])
 
 
 def resolve_pass_tokens(setting: PassTokens, base: BaseModel, active: linear.ActiveAdapters) -> int:

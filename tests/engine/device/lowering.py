@@ -2,8 +2,8 @@
 
     python -m tests.engine.device.lowering QUERY_HEADS/KEY_HEADS ...
 
-Prints a JSON list of [query heads, key heads, tokens, number of kernels to choose from]. Replaces parts of torch in its
-process, so tests start it as a program.
+Prints a JSON list of [query heads, key heads, cached tokens, new tokens, number of kernels to choose from]. Replaces
+parts of torch in its process, so tests start it as a program.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ H100 = SimpleNamespace(
     L2_cache_size=50 << 20, gcnArchName="",
 )  # fmt: skip
 WIDTH = 128
-LENGTHS = (1, 36, 385)
-"""One token, a part of a block of the mask, several blocks."""
+LENGTHS = ((0, 1), (0, 36), (0, 385), (300, 384))
+"""Cached and new tokens: one token, a part of a block of the mask, several blocks, a turn behind a cached prefix."""
 
 
 class Chosen(Exception):
     """Ends the lowering at the choice of a kernel, with the number of kernels."""
 
 
-def traced(query_heads: int, key_heads: int, length: int) -> tuple[torch.fx.GraphModule, list[Any]]:
+def traced(query_heads: int, key_heads: int, cached: int, length: int) -> tuple[torch.fx.GraphModule, list[Any]]:
     """The graph of a call on the CPU, as the engine makes it, and its inputs."""
     graphs: list[tuple[torch.fx.GraphModule, list[Any]]] = []
 
@@ -57,17 +57,20 @@ def traced(query_heads: int, key_heads: int, length: int) -> tuple[torch.fx.Grap
     backend = aot_autograd(fw_compiler=keep, inference_compiler=keep, decompositions={})
     torch._dynamo.reset()
     call = torch.compile(torchs.flex_attention, dynamic=True, backend=backend)
-    row = packing.PackedRow(key=0, adapter=0, tokens=np.arange(length, dtype=np.int32))
+    row = packing.PackedRow(key=0, adapter=0, tokens=np.arange(cached + length, dtype=np.int32))
     query, key = (torch.randn(1, heads, length, WIDTH, dtype=torch.bfloat16) for heads in (query_heads, key_heads))
+    before = torch.randn(1, key_heads, cached, WIDTH, dtype=torch.bfloat16)
     with torch.no_grad(), patch.object(flex_attention, "flex_attention", call):
         context = flex_attention.packed_attention(packing.pack([row]), torch.device("cpu"))
+        if cached:
+            context.cached = flex_attention.CachedKV(np.arange(cached), lambda _: [(before, before)])
         context.attend(0, query, key, key, AttentionRule(WIDTH**-0.5))
     return graphs[-1]
 
 
-def kernels_to_choose_from(query_heads: int, key_heads: int, length: int) -> int:
+def kernels_to_choose_from(query_heads: int, key_heads: int, cached: int, length: int) -> int:
     """Number of kernels that inductor finds for a call on an H100; 0 if it fails."""
-    graph, _ = traced(query_heads, key_heads, length)
+    graph, _ = traced(query_heads, key_heads, cached, length)
 
     def moved(value: Any) -> Any:
         if isinstance(value, FakeTensor):
@@ -97,7 +100,7 @@ def kernels_to_choose_from(query_heads: int, key_heads: int, length: int) -> int
                 lowering.run(*inputs)
         except Exception as error:  # noqa: BLE001 - it shows in the number of kernels
             if not counts:
-                print(f"{query_heads}/{key_heads} at {length}: {error!r}"[:500], file=sys.stderr)
+                print(f"{query_heads}/{key_heads} at {cached} + {length}: {error!r}"[:500], file=sys.stderr)
     return sum(counts)
 
 
@@ -112,7 +115,7 @@ def main() -> None:
         setattr(torch.cuda, name, value)
     triton.triton_hash_with_backend = lambda: "none"  # reads the driver
     heads = [tuple(map(int, pair.split("/"))) for pair in sys.argv[1:]]
-    rows = [[*pair, length, kernels_to_choose_from(*pair, length)] for pair in heads for length in LENGTHS]
+    rows = [[*pair, *lengths, kernels_to_choose_from(*pair, *lengths)] for pair in heads for lengths in LENGTHS]
     print(json.dumps(rows))
 
 

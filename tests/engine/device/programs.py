@@ -151,6 +151,30 @@ def decoding_counts(source: Path, sequences: int, versions: int, steps: int = 8,
     return asyncio.run(work())
 
 
+def prefill_counts(source: Path, conversations: int) -> stand_in.Counts:
+    """What a prefill of the second turns of so many conversations costs."""
+
+    async def work() -> stand_in.Counts:
+        prompts, counts = [[*range(5, 45), 50 + number, *range(60, 80)] for number in range(conversations)], None
+        with flex_attention_on_device():
+            engine = engine_on_device(source, cache_tokens=8192)
+            await asyncio.gather(*(engine.sample(sample_request(prompt, max_tokens=2)) for prompt in prompts))
+            prefill = engine.sampler.batch._prefill_prompts
+
+            def counted(*jobs: Any) -> Any:
+                nonlocal counts
+                with stand_in.counting() as counts:
+                    return prefill(*jobs)
+
+            with patch.object(type(engine.sampler.batch), "_prefill_prompts", lambda _, *jobs: counted(*jobs)):
+                turns = [[*prompt, *range(90, 140)] for prompt in prompts]
+                await asyncio.gather(*(engine.sample(sample_request(turn, max_tokens=2)) for turn in turns))
+        assert counts is not None
+        return counts
+
+    return asyncio.run(work())
+
+
 @contextmanager
 def flex_attention_on_device() -> Iterator[None]:
     """FlexAttention on the stand-in device, with a kernel that applies the whole mask."""
@@ -164,8 +188,8 @@ def flex_attention_on_device() -> Iterator[None]:
 def _dense_attention(
     query: Tensor, key: Tensor, value: Tensor, block_mask: Any, scale: float, enable_gqa: bool, **_: Any
 ) -> Tensor:
-    at = torch.arange(query.shape[2], device=query.device)
-    visible = block_mask.mask_mod(0, 0, at[:, None], at[None])
+    queries, keys = (torch.arange(tensor.shape[2], device=query.device) for tensor in (query, key))
+    visible = block_mask.mask_mod(0, 0, queries[:, None], keys[None])
     mask = torch.where(visible, 0.0, float("-inf")).to(query.dtype)
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa

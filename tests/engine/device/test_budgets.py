@@ -50,3 +50,10 @@ RULES = ({}, {"top_k": 40, "top_p": 0.9}, {"topk_sample_logprobs": 5, "temperatu
 def test_decoding_step_waits_rarely(stand_in: Any, llama: Path, sequences: int, versions: int, rule: dict[str, Any]):
     counts = stand_in(programs.decoding_counts, llama, sequences, versions, STEPS, **rule)
     assert counts.reads.total() <= DECODING_STEP * STEPS, counts.reads
+
+
+def test_prefill_costs_the_same_for_any_conversations(stand_in: Any, llama: Path):
+    few, many = (stand_in(programs.prefill_counts, llama, conversations) for conversations in (3, 40))
+    assert few.launches == many.launches
+    assert (few.reads, few.uploads) == (many.reads, many.uploads)
+    assert many.reads.total() <= MICRO_BATCH

@@ -61,7 +61,8 @@ def test_visible_until_defines_the_mask(rows: list[list[int]], split: int):
 @settings(deadline=None, max_examples=30)
 def test_blocks_are_full_partial_or_empty(rows: list[list[int]]):
     tree = tree_of(rows)
-    partial, full = flex_attention._blocks(flex_attention.visible_until(tree))
+    every = np.arange(len(tree.tokens))
+    partial, full = flex_attention._blocks(every, every, flex_attention.visible_until(tree))
     visible = dense(tree)
     for (query, key), some in np.ndenumerate(partial):
         block = visible[
@@ -143,9 +144,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The engine takes FlexAttention as on a GPU, with a compiler that compiles nothing."""
     monkeypatch.setattr(torchs, "_validate_device", lambda *_: None)
     monkeypatch.setattr(flex_attention, "is_supported", lambda _: True)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch._dynamo.config, "recompile_limit", torch._dynamo.config.recompile_limit)
-        patch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
         torch._dynamo.reset()
         monkeypatch.setattr(flex_attention, "flex_attention", flex_attention._compiled.__wrapped__("eager"))
         yield
@@ -182,6 +181,8 @@ def test_few_variants_are_compiled_and_all_at_load(
         assert isinstance(result, PassResult)
         wait(engine.run([pass_for("cross_entropy", "m", lengths=lengths, forward_only=True)]))
         wait(engine.sample(sample_request(np.arange(3, 3 + lengths[0]), max_tokens=2)))
+    for turn in (1, 30, 200):  # behind what the longest of them has cached
+        wait(engine.sample(sample_request([*range(3, 303), *range(7, 7 + turn)], max_tokens=2)))
     assert graphs() - before == at_load
     assert torch._dynamo.config.recompile_limit == flex_attention.MAX_VARIANTS
     assert torch._dynamo.config.fail_on_recompile_limit_hit

@@ -59,17 +59,22 @@ class BaseModel:
     def device(self) -> torch.device:
         return self.head.device
 
-    def hidden_of(self, tree: packing.PackedTree, dtype: torch.dtype | None = None) -> Tensor:
-        """Hidden states [T, D] of the packed tokens; `dtype`, if not the base's own, is that of its activations."""
+    def hidden_of(
+        self,
+        tree: packing.PackedTree,
+        dtype: torch.dtype | None = None,
+        context: attention.AttentionContext | None = None,
+    ) -> Tensor:
+        """Hidden states [T, D] of the packed tokens; `dtype`, if not the base's own, is that of its activations.
+        Attention is `context`'s if that is given, else the tree's."""
         dtype = dtype or self.dtype
         flex = self.flex_attention and dtype == self.dtype  # compiled for the base's own dtype
-        context: Any = attention.packed_attention(tree, dtype, self.device, flex=flex)
-        if self.recurrent is not None:
-            context = hybrid_context(self.recurrent, tree, context, self.device)
+        context = context or attention.packed_attention(tree, dtype, self.device, flex=flex)
+        recurrent = self.recurrent
         return self.hidden(
             torch.as_tensor(tree.tokens, device=self.device),
             torch.as_tensor(tree.positions if tree.rotary is None else tree.rotary, device=self.device),
-            context,
+            context if recurrent is None else hybrid_context(recurrent, tree, context, self.device),
             self.visual_inputs(tree.images),
         )
 

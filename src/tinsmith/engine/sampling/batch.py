@@ -246,19 +246,17 @@ class RunningBatch:
             ):
                 hidden = self._base.hidden(inputs.tokens, inputs.positions, inputs.context, visual)
                 experts = self._base.routing.record() if records else None
-            finite = hidden.isfinite().all(dim=1)
-            parts = (inputs.hidden_index[key][prompt_logprobs.first_hidden(job.request) :] for key, job in new.items())
-            are_finite = torch.stack([finite[part].all() for part in parts]).tolist()
-            for (key, job), is_finite in zip(new.items(), are_finite, strict=True):
+            finite = hidden.isfinite().all(dim=1).cpu().numpy()
+            for key, job in new.items():
                 index = inputs.hidden_index[key]
-                if not is_finite:
+                if not finite[index[prompt_logprobs.first_hidden(job.request) :]].all():
                     continue
                 if prompt_logprobs.needs_logits(job.request):
-                    job.prompt_results = prompt_logprobs.compute(
-                        job.request, self._head, hidden[index], job.weights, job.seed
-                    )
+                    states = hidden[torch.as_tensor(index, device=hidden.device)]
+                    job.prompt_results = prompt_logprobs.compute(job.request, self._head, states, job.weights, job.seed)
+                last = hidden[int(index[-1])]
                 prompts[job] = PrefilledPrompt(
-                    hidden[index[-1]], inputs.segments[key], inputs.context.saved_kv, inputs.state(key), experts
+                    last, inputs.segments[key], inputs.context.saved_kv, inputs.state(key), experts
                 )
         return {job: prompts[job] for job in jobs if job in prompts}
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,12 +73,12 @@ def _prefilled(base: BaseModel, kv_cache: KVCache, rows: list[Tensor]) -> tuple[
     hidden = base.hidden(inputs.tokens, inputs.positions, inputs.context)
     cached = []
     for key, row in enumerate(rows):
-        last = hidden[inputs.hidden_index[key][-1]]
+        last = hidden[int(inputs.hidden_index[key][-1])]
         prompt = PrefilledPrompt(last, inputs.segments[key], inputs.context.saved_kv, inputs.state(key))
         cached.append(kv_cache.insert(prompt, len(row), len(rows)))
         kv_cache.start_state(cached[-1], prompt.state)
     whole = [inputs.hidden_index[len(rows) + key][-STEPS:] for key in range(len(rows))]
-    return cached, hidden[torch.stack(whole)]
+    return cached, hidden[torch.as_tensor(np.stack(whole), device=base.device)]
 
 
 def _refusal(base: BaseModel, reason: str) -> Unsupported:

@@ -74,8 +74,9 @@ class PrefilledPrompt:
                 keys[:, :, target] = segment.node.keys[:, :, segment.start : segment.stop]
                 values[:, :, target] = segment.node.values[:, :, segment.start : segment.stop]
             else:
-                for layer, layer_kv in enumerate(self.pass_kv):
-                    keys[layer, :, target], values[layer, :, target] = segment.in_layer(layer, *layer_kv)
+                layers = [segment.in_layer(layer, *layer_kv) for layer, layer_kv in enumerate(self.pass_kv)]
+                for whole, parts in zip((keys, values), zip(*layers, strict=True), strict=True):
+                    torch.stack(parts, out=whole[:, :, target])
             start = target.stop
 
     def copy_from(self, first: int) -> tuple[Tensor, Tensor]:
@@ -115,7 +116,7 @@ class PrefillPass:
     context: attention.PackedAttention | flex_attention.FlexAttention | PrefixAttention | HybridContext
     segments: dict[int, tuple[KVSegment, ...]]
     """Row key -> where the row's keys and values are."""
-    hidden_index: dict[int, Tensor]
+    hidden_index: dict[int, np.ndarray]
     """Row key -> int64 [N]: index of each position in the pass; 0 for positions that are not in it."""
     ends: dict[int, int]
     """Row key -> number of the state at its end, in a model with recurrent layers."""
@@ -137,13 +138,15 @@ def prefill_pass(prompts: Sequence[Prompt], base: BaseModel) -> PrefillPass:
         for start, stop in [np.searchsorted(computed, [span.start, span.stop])]
     ]
     ends = {id(prompt.match.path[-1][0]) for prompt in prompts if prompt.match.path}
-    context: Any = (
-        PrefixAttention(
+    context: Any
+    if not index.nodes:
+        context = attention.packed_attention(tree, base.dtype, device, save_kv=True, flex=base.flex_attention)
+    elif base.flex_attention and not base.latent_width:
+        context = flex_attention.FlexAttention(tree, device, save_kv=True, cached=index.cached)
+    else:
+        context = PrefixAttention(
             lambda window: list(attention_calls(tree, computed, index, base, window)), -(-len(computed) // len(ends))
         )
-        if index.nodes
-        else attention.packed_attention(tree, base.dtype, device, save_kv=True, flex=base.flex_attention)
-    )
     if base.recurrent is not None:
         states = _states(prompts, tree, computed, base.recurrent.taps, device)
         context = HybridContext(base.recurrent, context, states)
@@ -155,10 +158,7 @@ def prefill_pass(prompts: Sequence[Prompt], base: BaseModel) -> PrefillPass:
         spans=tuple(spans),
         context=context,
         segments={key: index.segments(path) for key, path in tree.index.items()},
-        hidden_index={
-            key: torch.as_tensor(np.where(index.node[path] < 0, index.offset[path], 0), device=device)
-            for key, path in tree.index.items()
-        },
+        hidden_index={key: np.where(index.node[path] < 0, index.offset[path], 0) for key, path in tree.index.items()},
         ends={prompt.row.key: number for number, prompt in enumerate(prompts)},
         images=tuple(image.among(computed) for image in tree.images),
     )

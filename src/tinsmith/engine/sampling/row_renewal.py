@@ -90,11 +90,10 @@ class RowRenewal:
         visual = self.base.visual_inputs(inputs.images)
         with self.active.using(adapter.place_adapters(inputs.spans, [job.weights])):
             hidden = self.base.hidden(inputs.tokens, inputs.positions, inputs.context, visual)
+        ends = [int(inputs.hidden_index[key][-1]) for key in range(len(rows))]
         return [
-            PrefilledPrompt(
-                hidden[inputs.hidden_index[key][-1]], inputs.segments[key], inputs.context.saved_kv, inputs.state(key)
-            )
-            for key in range(len(rows))
+            PrefilledPrompt(hidden[end], inputs.segments[key], inputs.context.saved_kv, inputs.state(key))
+            for key, end in enumerate(ends)
         ]
 
     def _replace_row(self, sample: Sample, prompt: PrefilledPrompt, shared: dict[int, CacheRow], arriving: int) -> None:

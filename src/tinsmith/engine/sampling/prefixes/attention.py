@@ -1,4 +1,8 @@
-"""Attention of a prefill pass over itself and over cached prefixes, which it reads in place, without a copy."""
+"""Attention of a prefill pass over itself and over cached prefixes, which it reads in place, without a copy.
+
+Where FlexAttention serves the model, one call of it a layer computes the pass (`flex_attention.CachedKV`); these calls,
+one or more for each prompt, are for CPUs and for latents.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.engine.model import packing
+from tinsmith.engine.model import flex_attention, packing
 from tinsmith.engine.model.architectures.latents import Latents, to_cache
 from tinsmith.engine.model.attention_kernels import (
     additive_mask,
@@ -67,6 +71,22 @@ class KVIndex:
             KVSegment(self.nodes[node[at]] if node[at] >= 0 else None, int(offset[at]), int(offset[stop - 1]) + 1)
             for at, stop in bounds
         )
+
+    @property
+    def cached(self) -> flex_attention.CachedKV:
+        """The positions that are not in the pass."""
+        return flex_attention.CachedKV(np.flatnonzero(self.node >= 0), self._read)
+
+    def _read(self, path: np.ndarray) -> list[tuple[Tensor, Tensor]]:
+        """Views of the keys and values of cached positions, segment by segment."""
+        return [
+            (
+                segment.node.keys[:, :, segment.start : segment.stop],
+                segment.node.values[:, :, segment.start : segment.stop],
+            )
+            for segment in self.segments(path)
+            if segment.node is not None
+        ]
 
 
 @dataclass(frozen=True, slots=True)
