@@ -50,7 +50,7 @@ TRIAL_LENGTHS = (1, 36, 127, 128, 137, 385)
 """Tokens of the passes that compile attention: one token, less than a block of the mask, a block, and more."""
 
 TRIAL_PREFIX, TRIAL_TURN = 300, 384
-"""Cached tokens, and those of the pass behind them: whole blocks of the mask, so that queries have fewer blocks than
+"""Cached tokens, and those of the pass after them: whole blocks of the mask, so that queries have fewer blocks than
 keys in every window. Of equal sizes the compiler would assume that they always are."""
 
 MEASURED_TOKENS = 64
@@ -83,7 +83,7 @@ def compile_attention(base: BaseModel) -> BaseModel:
 
 
 def _try_attention(base: BaseModel) -> None:
-    """Passes of TRIAL_LENGTHS with and without gradients, and one behind a cached prefix."""
+    """Passes of TRIAL_LENGTHS with and without gradients, and one after a cached prefix."""
     for length in TRIAL_LENGTHS:
         tree = _trial_tree(base, length)
         for with_grad in (True, False):
@@ -92,17 +92,17 @@ def _try_attention(base: BaseModel) -> None:
                 if with_grad:
                     hidden.float().sum().backward()
     if not base.latent_width:
-        _try_behind_prefix(base)
+        _try_after_prefix(base)
 
 
 @torch.no_grad()
-def _try_behind_prefix(base: BaseModel) -> None:
+def _try_after_prefix(base: BaseModel) -> None:
     cached = min(TRIAL_PREFIX, base.card.context_length // 3)
     whole, prefix = _trial_tree(base, cached + TRIAL_TURN), _trial_tree(base, cached)
     before = flex_attention.packed_attention(prefix, base.device, save_kv=True)
     base.hidden_of(prefix, context=before)
     keys, values = (torch.cat(parts) for parts in zip(*before.saved_kv, strict=True))
-    kv = flex_attention.CachedKV(np.arange(cached), lambda kept: [(keys[:, :, kept], values[:, :, kept])])
+    kv = flex_attention.CachedKV(np.arange(cached), lambda part: [(keys[:, :, part], values[:, :, part])])
     context = flex_attention.FlexAttention(whole, base.device, cached=kv)
     base.hidden_of(_trial_tree(base, len(whole.tokens) - cached), context=context)
 

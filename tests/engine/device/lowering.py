@@ -39,7 +39,7 @@ H100 = SimpleNamespace(
 )  # fmt: skip
 WIDTH = 128
 LENGTHS = ((0, 1), (0, 36), (0, 385), (300, 384))
-"""Cached and new tokens: one token, a part of a block of the mask, several blocks, a turn behind a cached prefix."""
+"""Cached and new tokens: one token, a part of a block of the mask, several blocks, a turn after a cached prefix."""
 
 
 class Chosen(Exception):

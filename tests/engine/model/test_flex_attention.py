@@ -181,7 +181,7 @@ def test_few_variants_are_compiled_and_all_at_load(
         assert isinstance(result, PassResult)
         wait(engine.run([pass_for("cross_entropy", "m", lengths=lengths, forward_only=True)]))
         wait(engine.sample(sample_request(np.arange(3, 3 + lengths[0]), max_tokens=2)))
-    for turn in (1, 30, 200):  # behind what the longest of them has cached
+    for turn in (1, 30, 200):  # after what the longest of them has cached
         wait(engine.sample(sample_request([*range(3, 303), *range(7, 7 + turn)], max_tokens=2)))
     assert graphs() - before == at_load
     assert torch._dynamo.config.recompile_limit == flex_attention.MAX_VARIANTS

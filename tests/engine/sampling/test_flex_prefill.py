@@ -1,4 +1,4 @@
-"""FlexAttention behind cached prefixes gives what the calls prompt by prompt give, in one call a layer."""
+"""FlexAttention after cached prefixes gives what the calls prompt by prompt give, in one call a layer."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def cache_of(rows: Sequence[np.ndarray], draw: torch.Generator) -> PrefixCache:
     return cache
 
 
-def prompts_behind(cache: PrefixCache, rows: Sequence[np.ndarray], adapters: Sequence[int]) -> list[Prompt]:
+def prompts_after(cache: PrefixCache, rows: Sequence[np.ndarray], adapters: Sequence[int]) -> list[Prompt]:
     """A prompt for each row; those of adapter 0 continue what is cached."""
     prompts = []
     for key, (row, adapter) in enumerate(zip(rows, adapters, strict=True)):
@@ -89,10 +89,10 @@ rows_of = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=40), min_siz
 def test_flex_equals_calls_by_prompt(
     base: BaseModel, cached: list[list[int]], rows: list[list[int]], split: int, window: int, repeats: int
 ):
-    """Rows that continue one another, several rows behind one prefix, prompts without one, two tenants, windows."""
-    kept, asked = ([np.repeat(np.array(row, np.int32), repeats) for row in lists] for lists in (cached, rows))
-    cache = cache_of(kept, torch.Generator().manual_seed(1))
-    prompts = prompts_behind(cache, asked, [int(number >= split) for number in range(len(asked))])
+    """Rows that continue one another, several rows after one prefix, prompts without one, two tenants, windows."""
+    stored, wanted = ([np.repeat(np.array(row, np.int32), repeats) for row in lists] for lists in (cached, rows))
+    cache = cache_of(stored, torch.Generator().manual_seed(1))
+    prompts = prompts_after(cache, wanted, [int(number >= split) for number in range(len(wanted))])
     if not any(prompt.match.path for prompt in prompts):
         return
     rules = [AttentionRule(0.3), AttentionRule(0.3, window, 5.0), AttentionRule(0.2, window, sinks=SINKS)]
@@ -103,7 +103,7 @@ def test_flex_equals_calls_by_prompt(
 
 def test_one_call_a_layer_and_one_mask_a_window(base: BaseModel, monkeypatch: pytest.MonkeyPatch):
     rows = [np.array([0, *([number] * (200 + number)), 3, 4], np.int32) for number in range(20)]
-    prompts = prompts_behind(cache_of([row[:-2] for row in rows], torch.Generator()), rows, [0] * len(rows))
+    prompts = prompts_after(cache_of([row[:-2] for row in rows], torch.Generator()), rows, [0] * len(rows))
     calls = Mock(wraps=flex_attention.flex_attention)
     masks = Mock(wraps=flex_attention.BlockMask.from_kv_blocks)
     monkeypatch.setattr(flex_attention, "flex_attention", calls)
@@ -118,6 +118,6 @@ def test_one_call_a_layer_and_one_mask_a_window(base: BaseModel, monkeypatch: py
 
 def test_latents_are_computed_by_prompt(base: BaseModel):
     rows = [np.arange(40, dtype=np.int32)]
-    prompts = prompts_behind(cache_of([rows[0][:-2]], torch.Generator()), rows, [0])
+    prompts = prompts_after(cache_of([rows[0][:-2]], torch.Generator()), rows, [0])
     with_latents = replace(base, flex_attention=True, latent_width=24)
     assert isinstance(prefill_pass(prompts, with_latents).context, PrefixAttention)

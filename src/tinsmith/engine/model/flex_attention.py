@@ -36,7 +36,7 @@ KERNEL_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 4 or 8 query heads a key head with blocks of 128, and which would be another variant."""
 MAX_VARIANTS = 64
 """Compiled variants of the kernel in a process. A model makes 7 for each of its windows (1 token, up to a block, more;
-with gradients and without; one behind cached prefixes), and one or two for its self-check. A call that needs one more
+with gradients and without; one after cached prefixes), and one or two for its self-check. A call that needs one more
 than these fails: torch would compute it uncompiled, with the whole matrix of scores in memory."""
 
 
@@ -117,7 +117,7 @@ class FlexAttention:
             self._visible[window] = (
                 _Visible(block_mask(self.tree, self.device, window))
                 if self.cached is None
-                else _behind(self.cached, self.tree, self.device, window)
+                else _after_cached(self.cached, self.tree, self.device, window)
             )
         return self._visible[window]
 
@@ -172,7 +172,7 @@ def block_mask(tree: PackedTree, device: torch.device, window: int | None = None
     return _listed_mask(*blocks, visible if window is None else visible_in_window, (len(until), len(until)), device)
 
 
-def _behind(cached: CachedKV, tree: PackedTree, device: torch.device, window: int | None) -> _Visible:
+def _after_cached(cached: CachedKV, tree: PackedTree, device: torch.device, window: int | None) -> _Visible:
     """The mask of the positions that are not cached over the cached ones that they see, followed by themselves.
 
     Both are at least one more than a block, so that one variant of the kernel serves all lengths: further queries are
