@@ -114,8 +114,9 @@ def main() -> None:
     }.items():  # fmt: skip
         setattr(torch.cuda, name, value)
     triton.triton_hash_with_backend = lambda: "none"  # reads the driver
-    heads = [tuple(map(int, pair.split("/"))) for pair in sys.argv[1:]]
-    rows = [[*pair, *lengths, kernels_to_choose_from(*pair, *lengths)] for pair in heads for lengths in LENGTHS]
+    heads = [map(int, pair.split("/")) for pair in sys.argv[1:]]
+    cases = [(query, key, *lengths) for query, key in heads for lengths in LENGTHS]
+    rows = [[*case, kernels_to_choose_from(*case)] for case in cases]
     print(json.dumps(rows))
 
 
