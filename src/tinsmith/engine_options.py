@@ -19,6 +19,7 @@ ModelPath = Literal["auto", "fast", "general"]
 PassTokens = Literal["auto"] | Annotated[int, Field(ge=1)]
 CacheTokens = Literal["auto"] | Annotated[int, Field(ge=1)]
 VllmMemory = Literal["auto"] | Annotated[float, Field(gt=0, lt=1)]
+VllmSleep = Literal["auto"] | bool
 VllmContext = Literal["auto"] | Annotated[int, Field(ge=1)]
 CPU_CACHE_TOKENS = 32768
 """Capacity of a KV cache with `cache_tokens: auto` on a CPU."""
@@ -46,6 +47,11 @@ class VllmConfig(Settings):
     context: VllmContext = "auto"
     """Longest row that vLLM samples, with its prompt; longer ones are sampled by the trainer. vLLM starts only if its
     KV cache holds one such row. `auto`: the model's context, or on a GPU what fits of it."""
+
+    sleep: VllmSleep = "auto"
+    """vLLM's sleep mode, on the trainer's GPU: while the trainer computes, vLLM moves its weights to the machine's
+    memory, drops its KV cache and pauses its requests, so that the same memory serves both in turns. `auto`: where
+    trainer and vLLM do not fit beside each other, or only with micro-batches under 1,024 tokens."""
 
     devices: str = ""
     """CUDA_VISIBLE_DEVICES of vLLM. Empty: inherit it from this process."""

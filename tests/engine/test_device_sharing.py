@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinsmith.engine import device_sharing
-from tinsmith.engine.device_sharing import POLICIES, DeviceScheduler, Sharing, Workload
+from tinsmith.engine.device_sharing import POLICIES, DeviceScheduler, MemoryTurns, Sharing, Workload
+from tinsmith.errors import EngineDied
 
 
 @dataclass
@@ -155,3 +156,93 @@ def test_config_accepts_every_policy_name() -> None:
     from tinsmith.engine.config import EngineConfig
 
     assert {EngineConfig(sharing=name).sharing for name in POLICIES} == set(POLICIES)
+
+
+class TwoProcesses:
+    """Two processes that have the device in turns; a handover takes two seconds of a clock that only work moves."""
+
+    HANDOVER_S = 2.0
+
+    def __init__(self, sharing: Sharing = "throughput") -> None:
+        self.now = 0.0
+        self.holder: Workload = "training"
+        self.done: list[tuple[Workload, float]] = []
+        """(workload, seconds) of each turn."""
+        self.turns = MemoryTurns(self._hand_over, POLICIES[sharing], clock=lambda: self.now)
+
+    async def _hand_over(self, workload: Workload) -> None:
+        assert workload != self.holder
+        self.holder, self.now = workload, self.now + self.HANDOVER_S
+
+    async def work(self, workload: Workload, count: int, seconds: float = 1.0) -> None:
+        for _ in range(count):
+            async with self.turns.turn(workload):
+                assert self.holder == workload
+                await asyncio.sleep(0)
+                assert self.holder == workload
+                self.now += seconds
+                self.done.append((workload, seconds))
+
+    async def compete(self, counts: Sequence[int]) -> None:
+        """Two tasks of each workload, so that one always waits, then close."""
+        tasks = [self.work(workload, count) for workload, count in zip(WORKLOADS, counts, strict=True)]
+        more = [self.work(workload, count) for workload, count in zip(WORKLOADS, counts, strict=True)]
+        await asyncio.gather(*tasks, *more)
+        await self.turns.close()
+
+
+@pytest.mark.parametrize("sharing", POLICIES)
+def test_slices_of_processes_are_as_long_as_handovers_cost(sharing: Sharing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To break it: leave out `self._slice_s = ...` in `MemoryTurns._keep`."""
+    monkeypatch.setattr(device_sharing, "IDLE_S", 0.0)
+    pair = TwoProcesses(sharing)
+    asyncio.run(pair.compete((120, 120)))
+    assert len(pair.done) == 480
+    slices = [sum(each[1] for each in turns) for _, turns in itertools.groupby(pair.done, key=lambda turn: turn[0])]
+    wanted = POLICIES[sharing].handovers * pair.HANDOVER_S
+    assert len(slices) > 3
+    assert all(wanted <= length <= wanted + 2 for length in slices[1:-2])
+
+
+@given(counts=st.tuples(st.integers(0, 30), st.integers(0, 30)), sharing=st.sampled_from(list(POLICIES)))
+@settings(max_examples=40, deadline=None)
+def test_no_process_starves(counts: tuple[int, int], sharing: Sharing) -> None:
+    """A process that is done gives the device away, whatever is left of its slice."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_sharing, "IDLE_S", 0.0)
+        pair = TwoProcesses(sharing)
+        asyncio.run(asyncio.wait_for(pair.compete(counts), 60))
+    assert len(pair.done) == 2 * sum(counts)
+
+
+def test_pausable_turn_gives_the_device_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And gets it back, as long as it runs. To break it: count pausable turns in `_unbroken`."""
+    monkeypatch.setattr(device_sharing, "IDLE_S", 0.0)
+
+    async def main() -> None:
+        pair = TwoProcesses()
+        async with pair.turns.turn("sampling", pausable=True):
+            assert pair.holder == "sampling"
+            pair.now += 1000
+            await pair.work("training", 1)
+            assert pair.holder == "training"
+            while pair.holder == "training":  # noqa: ASYNC110 - nothing else runs
+                await asyncio.sleep(0)
+        await pair.turns.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_turns_fail_once_closed() -> None:
+    async def main() -> None:
+        pair = TwoProcesses()
+        async with pair.turns.turn("training"):
+            waiting = asyncio.create_task(pair.work("sampling", 1))
+            await asyncio.sleep(0)
+            await pair.turns.close()
+        for _ in range(2):
+            with pytest.raises(EngineDied, match="closed"):
+                await waiting
+            waiting = asyncio.create_task(pair.work("training", 1))
+
+    asyncio.run(asyncio.wait_for(main(), 60))

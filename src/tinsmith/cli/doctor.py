@@ -218,8 +218,6 @@ def _plan(config: ServeConfig) -> Finding:
 
     if config.engine == "fake" or config.device == "cpu" or not torch.cuda.is_available():
         return Finding("ok", "plan", "no GPU, no plan of its memory")
-    if config.cluster.shard:
-        return Finding("ok", "plan", "none for a model that is divided among GPUs")
     names = {model.name for model in cached()}
     if not all(source in names or Path(source).expanduser().exists() for source in config.sources()):
         return Finding("warn", "plan", "none, because models are not on this machine yet", "tinsmith models pull")

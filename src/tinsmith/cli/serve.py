@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -95,8 +96,8 @@ def read_service_settings(config: Path | None, overrides: tuple[str, ...], optio
 
 
 def memory_plans(settings: ServeConfig, card: Gpu) -> Iterator[MemoryPlan]:
-    """The plan of each engine on a GPU, from the models' configs alone. Raises ConfigError, with the numbers, for what
-    does not fit."""
+    """The plan of each kind of process on a GPU, from the models' configs alone. Raises ConfigError, with the numbers,
+    for what does not fit."""
     if settings.engine == "fake":
         raise ConfigError("There is no memory to plan with engine: fake.", "Use engine: torch.")
     require_torch("A plan of a GPU's memory")
@@ -104,22 +105,24 @@ def memory_plans(settings: ServeConfig, card: Gpu) -> Iterator[MemoryPlan]:
 
     from tinsmith.engine import autotune, model_facts
 
-    if settings.cluster.shard:
-        raise ConfigError(
-            "Memory is not planned with cluster.shard, which divides a model among GPUs.", "Plan without --shard."
-        )
     dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
     for source in settings.sources():
         config = settings.engine_config(source)
-        yield autotune.planned(config, card, model_facts.read_facts(config, dtype, config_only=True))
+        made = autotune.planned(config, card, model_facts.read_facts(config, dtype, config_only=True))
+        is_one = settings.cluster.is_single or (settings.cluster.trainers == 1 and made.sampler is None)
+        yield made if is_one else replace(made, role="each training process")
+        if made.sampler is not None:
+            yield made.sampler
 
 
 def plan_table(plan: MemoryPlan) -> Iterator[str]:
     """A plan as lines of text."""
-    yield f"{plan.facts.source} on {plan.gpu.name}: {plan.available / GB:.1f} GB of {plan.gpu.total_bytes / GB:.1f} GB"
+    place = f"{plan.gpu.name}, {plan.role}" if plan.role else plan.gpu.name
+    yield f"{plan.facts.source} on {place}: {plan.available / GB:.1f} GB of {plan.gpu.total_bytes / GB:.1f} GB"
     for part, size, enough in plan.lines():
         yield f"  {part:<18} {size / GB:7.2f} GB  {enough}".rstrip()
-    yield f"  {'sum':<18} {plan.total / GB:7.2f} GB"
+    in_turns = plan.vllm is not None and plan.vllm.asleep is not None
+    yield f"  {'sum':<18} {plan.total / GB:7.2f} GB{'  of what is in memory at a time' if in_turns else ''}"
 
 
 def _print_plan(settings: ServeConfig, card: str | None) -> None:

@@ -18,6 +18,7 @@ from tinsmith.engine.base import LoraSpec, ModelCard
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.lora import adapter, linear
 from tinsmith.engine.memory_plan import (
+    GB,
     MAX_PASS_TOKENS,
     MIN_PASS_TOKENS,
     TOKENS_STEP,
@@ -125,19 +126,36 @@ def check_memory(config: EngineConfig) -> None:
     """Plan the memory of the GPU before anything is read. Raises ConfigError, with the numbers, for what does not
     fit."""
     device = loading.device_of(config.device)
+    if device.type == "cpu" and config.vllm_place == "beside" and config.vllm.sleep is True:
+        raise ConfigError("vllm.sleep: vLLM has no sleep mode on a CPU.", "Leave it out.")
     if device.type == "cuda" and config.check_memory:
-        planned(
-            config, model_facts.gpu_of(device), model_facts.read_facts(config, loading.dtype_of(config.dtype, device))
+        facts = model_facts.read_facts(config, loading.dtype_of(config.dtype, device))
+        check_host(planned(config, model_facts.gpu_of(device), facts), free_bytes())
+
+
+def check_host(memory: MemoryPlan, free: int) -> None:
+    """Raises ConfigError if a vLLM that sleeps has no room for its weights in the machine's memory."""
+    vllm = memory.vllm
+    if vllm is not None and vllm.asleep is not None and vllm.weights + vllm.adapters > free:
+        raise ConfigError(
+            f"vLLM for {memory.facts.source} cannot sleep: its weights and adapters take "
+            f"{(vllm.weights + vllm.adapters) / GB:.1f} GB, and {free / GB:.1f} GB of the machine's memory are free.",
+            "Free memory, give vLLM a GPU of its own (vllm.devices), or use sampler=torch; check_memory=false loads "
+            "it anyway.",
         )
 
 
 def planned(config: EngineConfig, gpu: Gpu, facts: ModelSizes) -> MemoryPlan:
-    """The plan of a GPU, with that of a vLLM on GPUs of its own, which are taken to be like this one. Raises
+    """The plan of a GPU, with those of the GPUs that only sample, which are taken to be like this one. Raises
     ConfigError, with the numbers, for what does not fit."""
     divided = plan(gpu, facts, model_facts.plan_settings(config))
-    if config.vllm_place != "apart":
-        return divided
-    return replace(divided, vllm_apart=vllm_alone(gpu, facts, model_facts.vllm_settings(config)))
+    if config.vllm_place == "apart":
+        divided = replace(divided, vllm_apart=vllm_alone(gpu, facts, model_facts.vllm_settings(config)))
+    elif config.part == "training":
+        replica = config.model_copy(update={"part": "sampling", "shards": 1})
+        sampler = replace(plan(gpu, facts, model_facts.plan_settings(replica)), role="each sampling process")
+        divided = replace(divided, sampler=sampler)
+    return divided
 
 
 def memory_plan(config: EngineConfig, base: BaseModel, active: linear.ActiveAdapters) -> MemoryPlan | None:
@@ -145,17 +163,25 @@ def memory_plan(config: EngineConfig, base: BaseModel, active: linear.ActiveAdap
     `check_memory`."""
     if base.device.type != "cuda":
         return None
-    facts = replace(
-        model_facts.facts_of(base.card.source, base.model.config, base.dtype, four_bit=config.quantize == "4bit"),
-        weight_bytes=base.card.weight_bytes,
-        activation_bytes=activation_bytes_per_token(base, active),
+    facts = model_facts.facts_of(
+        base.card.source,
+        base.model.config,
+        base.dtype,
+        four_bit=config.quantize == "4bit",
+        recompute=config.recompute == "always",
     )
+    facts = replace(facts, loading_bytes=0)
+    if config.shards == 1:  # slices are gathered while a layer computes: their sizes are computed
+        measured = activation_bytes_per_token(base, active)
+        facts = replace(facts, weight_bytes=base.card.weight_bytes, activation_bytes=measured)
     try:
-        return planned(config, model_facts.gpu_of(base.device), facts)
+        made = planned(config, model_facts.gpu_of(base.device), facts)
+        check_host(made, free_bytes())
     except ConfigError:
         if config.check_memory:
             raise
         return None
+    return made
 
 
 def resolve_cache_tokens(setting: CacheTokens, memory: MemoryPlan | None) -> int:

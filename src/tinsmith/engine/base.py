@@ -105,6 +105,12 @@ class ModelCard:
     state_tokens: int = 0
     """Cache tokens that the states of a sequence in recurrent layers are worth; 0 without such layers."""
 
+    @property
+    def sampling_tokens(self) -> int:
+        """Capacity in tokens of the KV cache that samples are drawn with, which may be another process's; 0 if that is
+        not known."""
+        return self.cache_tokens if self.memory is None else self.memory.sampling_tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:

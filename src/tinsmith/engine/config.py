@@ -39,5 +39,11 @@ class EngineConfig(EngineOptions):
     vllm_gpus: int = 1
     """GPUs that hold a part of vLLM's model each."""
 
+    part: Literal["all", "training", "sampling"] = "all"
+    """What the process does, where others do the rest."""
+
+    shards: int = 1
+    """GPUs that hold a slice of the model each."""
+
     kind: Literal["torch", "fake"] = "torch"
     """`torch` runs a model; `fake` computes numbers without one, for tests without torch."""

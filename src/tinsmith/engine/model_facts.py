@@ -12,7 +12,8 @@ from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.config import DEFAULT_MODEL, EngineConfig
 from tinsmith.engine.images import tower
 from tinsmith.engine.lora import targets
-from tinsmith.engine.memory_plan import Gpu, ModelSizes, PlanSettings, VllmSettings
+from tinsmith.engine.lora.grouped_adapters import on_device_with_grouped_products
+from tinsmith.engine.memory_plan import STACK_BYTES, Gpu, ModelSizes, PlanSettings, Samples, VllmSettings
 from tinsmith.engine.model import footprint, support
 from tinsmith.engine.model.hybrid import gated_delta_net
 from tinsmith.engine.model.sources import load_errors, locate
@@ -66,7 +67,7 @@ def facts_of(
     return ModelSizes(
         source=source,
         weight_bytes=size.weights,
-        head_bytes=size.working,
+        loading_bytes=size.working,
         token_bytes=_token_bytes(text, dtype),
         state_bytes=_state_bytes(text, dtype),
         activation_bytes=body + text.vocab_size * dtype.itemsize,
@@ -74,6 +75,9 @@ def facts_of(
         vocab_size=text.vocab_size,
         context_length=support.context_length(config)[0],
         parameters_per_rank=head + _parameters(reached, EVERYTHING),
+        stack_bytes=STACK_BYTES if dtype == torch.bfloat16 else 0,
+        layer_weight_bytes=dtype.itemsize * sum(_projection_size(target) for target in reached) // layers,
+        layers=layers,
         vllm_weight_bytes=whole.weights + 4 * text.vocab_size * text.hidden_size,
         vllm_parameters_per_rank=head + _parameters(reached, replace(EVERYTHING, separate_experts=True)),
     )
@@ -83,7 +87,12 @@ def gpu_of(device: torch.device) -> Gpu:
     """A GPU; what this process's allocator has of it counts as free."""
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device)
-    return Gpu(name=torch.cuda.get_device_name(device), total_bytes=total, free_bytes=min(free, total))
+    return Gpu(
+        name=torch.cuda.get_device_name(device),
+        total_bytes=total,
+        free_bytes=min(free, total),
+        has_grouped_products=on_device_with_grouped_products(device),
+    )
 
 
 def gpu_here() -> Gpu:
@@ -103,6 +112,7 @@ def vllm_settings(config: EngineConfig) -> VllmSettings:
         context=None if vllm.context == "auto" else vllm.context,
         graphs="--enforce-eager" not in vllm.args,
         gpus=max(config.vllm_gpus, vllm.gpus),
+        sleep=None if vllm.sleep == "auto" else vllm.sleep,
     )
 
 
@@ -115,7 +125,18 @@ def plan_settings(config: EngineConfig) -> PlanSettings:
         model_bytes=config.model_memory,
         vllm=vllm_settings(config) if config.vllm_place == "beside" else None,
         engines=config.engines,
+        trains=config.part != "sampling",
+        samples=_samples(config),
+        shards=config.shards,
     )
+
+
+def _samples(config: EngineConfig) -> Samples:
+    if config.shards > 1:
+        return "none"
+    if config.vllm_place != "none":
+        return "questions"
+    return "none" if config.part == "training" else "all"
 
 
 def _size(setting: int | str, automatic: int | None) -> int | None:
@@ -124,6 +145,11 @@ def _size(setting: int | str, automatic: int | None) -> int | None:
 
 def _parameters(reached: list[targets.Target], spec: LoraSpec) -> int:
     return sum(site.parameters_per_rank for site in targets.sites_for(reached, spec))
+
+
+def _projection_size(target: targets.Target) -> int:
+    """Weights of a projection; sharded models have no experts."""
+    return target.inputs * target.outputs if isinstance(target, targets.LinearTarget) else 0
 
 
 def _kept_values(target: targets.Target, text: PreTrainedConfig) -> int:

@@ -89,7 +89,7 @@ class TorchEngine:
             precision.use_deterministic_kernels(base.device)
         base = autotune.compile_attention(base)
         with switch.set(config.recompute == "always"):
-            memory = None if exchange.lockstep else autotune.memory_plan(config, base, active)
+            memory = autotune.memory_plan(config, base, active)
             tokens = memory.pass_tokens if memory is not None else _pass_tokens(config, base, active, exchange)
             tokens = exchange.least(tokens)
         training_tokens = max(1, round(policy.micro_batch_share * tokens))

@@ -188,6 +188,11 @@ class ServeConfig(EngineOptions):
                 f"quantize: {self.quantize} is the trainer's; vLLM would sample from the weights as they are. "
                 "Use sampler: torch, or give vLLM the same: vllm.args: [--quantization, bitsandbytes]"
             )
+        if self.vllm.sleep is True and (self.vllm.devices or self.cluster.samplers or self.device == "cpu"):
+            raise ValueError(
+                "vllm.sleep: true is for a vLLM on the trainer's GPU; leave it out on a CPU, and with vllm.devices or "
+                "cluster.samplers, which give vLLM GPUs of its own"
+            )
         if any(arg.startswith("--data-parallel-size") for arg in self.vllm.args):
             raise ValueError("vllm.args: --data-parallel-size loads an adapter on one process only; use --samplers")
         return self
@@ -257,5 +262,7 @@ class ServeConfig(EngineOptions):
             engines=len(self.sources()) if self.cluster.is_single else 1,
             vllm_place="none" if self.sampler == "torch" else "apart" if apart else "beside",
             vllm_gpus=max(self.cluster.sampler_gpus, self.vllm.gpus),
+            part="training" if self.cluster.samplers else "all",
+            shards=self.cluster.trainers if self.cluster.shard else 1,
             **options,
         )

@@ -19,6 +19,7 @@ from tests.engine.memory_plan.models import configs
 from tinsmith.cli import doctor, serve
 from tinsmith.engine import autotune, memory_plan, model_facts, torch_engine
 from tinsmith.engine.base import ModelCard
+from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.lora import linear
 from tinsmith.engine.memory_plan import Gpu, MemoryPlan, ModelSizes, PlanSettings, VllmPlan, VllmSettings, plan
@@ -31,17 +32,17 @@ from tinsmith.service.config import ServeConfig
 
 GB = 10**9
 SIZES = (24, 48, 80, 141)
-BESIDE = PlanSettings(vllm=VllmSettings())
+BESIDE = PlanSettings(vllm=VllmSettings(sleep=None), samples="questions")
 FITTING = {
     "Qwen3-0.6B": "24 48 80 141 | 24 48 80 141",
-    "Qwen3-4B": "24 48 80 141 | 48 80 141",
-    "Qwen3-4B-Instruct-2507": "24 48 80 141 | 48 80 141",
-    "Qwen3-8B": "48 80 141 | 80 141",
+    "Qwen3-4B": "24 48 80 141 | 24 48 80 141",
+    "Qwen3-4B-Instruct-2507": "24 48 80 141 | 24 48 80 141",
+    "Qwen3-8B": "24 48 80 141 | 48 80 141",
     "Qwen3-32B": "141 |",
     "Qwen3-30B-A3B": "80 141 |",
     "Qwen2.5-7B": "24 48 80 141 | 48 80 141",
     "Llama-3.2-3B": "24 48 80 141 | 24 48 80 141",
-    "Llama-3.1-8B": "48 80 141 | 48 80 141",
+    "Llama-3.1-8B": "24 48 80 141 | 48 80 141",
     "Mistral-7B-v0.3": "24 48 80 141 | 48 80 141",
     "gemma-2-9b": "48 80 141 | 80 141",
     "gpt-oss-20b": "80 141 | 141",
@@ -99,7 +100,8 @@ def cell(name: str, size: int, settings: PlanSettings) -> str:
     except ConfigError:
         return "–"
     if made.vllm is not None:
-        return f"{made.vllm.context:,} / {made.vllm.cache_tokens:,}"
+        sleeps = "" if made.vllm.asleep is None else ", sleeps"
+        return f"{made.vllm.context:,} / {made.vllm.cache_tokens:,}{sleeps}"
     return f"{made.pass_tokens:,} / {made.cache_tokens:,}"
 
 
@@ -151,6 +153,74 @@ def test_vllm_apart_has_its_gpus_to_itself():
         memory_plan.vllm_alone(gpu(80), facts("Qwen3-32B"), VllmSettings())
 
 
+def test_sleeping_vllm_takes_nothing_from_a_pass():
+    """To break it: subtract vLLM's total in `_plan` although it sleeps."""
+    awake, asleep = (
+        plan(gpu(80), facts("Qwen3-8B"), PlanSettings(vllm=VllmSettings(sleep=sleep), samples="questions"))
+        for sleep in (False, True)
+    )
+    assert awake.vllm is not None
+    assert asleep.vllm is not None
+    assert asleep.pass_tokens > 2 * awake.pass_tokens
+    resident = asleep.reserve + asleep.weights + asleep.stacks + asleep.cache + asleep.models
+    assert resident + asleep.vllm.total <= 80 * GB
+    assert asleep.vllm.asleep is not None
+    assert resident + asleep.activations + asleep.vllm.asleep <= 80 * GB
+    assert sum(size for part, size, _ in asleep.lines() if part.startswith("vLLM")) > 0
+
+
+def test_processes_of_a_group_are_planned_apart():
+    """Each card by what its process does. To break it: leave out `part` in `ServeConfig.engine_config`."""
+
+    def planned(name: str, **cluster: Any) -> MemoryPlan:
+        config = ServeConfig(cluster=ClusterConfig(**cluster)).engine_config(name)
+        return autotune.planned(config, gpu(80), facts(name))
+
+    alone, trainer = planned("Qwen3-8B"), planned("Qwen3-8B", samplers=2)
+    sharded, sampler = planned("Qwen3-32B", trainers=4, shard=True), trainer.sampler
+    assert planned("Qwen3-8B", trainers=4) == alone
+    assert sharded.weights < facts("Qwen3-32B").weight_bytes / 3
+    assert sharded.cache_tokens == trainer.cache_tokens == memory_plan.CACHE_STEP
+    assert trainer.models > alone.models
+    assert sampler is not None
+    assert sampler.models == 0
+    assert trainer.sampling_tokens == sampler.cache_tokens > 2 * alone.cache_tokens
+
+
+def test_vllm_admits_what_its_cache_holds():
+    """The trainer's cache holds one context then. To break it: let `sampling_tokens` return `cache_tokens`."""
+    for place in ("beside", "apart"):
+        made = autotune.planned(EngineConfig(sampler="vllm", vllm_place=place), gpu(80), facts("Qwen3-4B"))
+        vllm = made.vllm or made.vllm_apart
+        assert vllm is not None
+        assert made.sampling_tokens == vllm.cache_tokens > made.cache_tokens
+
+
+def test_head_copy_is_gone_after_loading():
+    """To break it: subtract `loading_bytes` in `_plan`."""
+    model = facts("Qwen3-8B")
+    assert plan(gpu(80), replace(model, loading_bytes=0), PlanSettings()) == replace(
+        plan(gpu(80), model, PlanSettings()), facts=replace(model, loading_bytes=0)
+    )
+    with pytest.raises(ConfigError, match="float32 copies while it is loaded 70"):
+        plan(gpu(80), replace(model, loading_bytes=70 * GB), PlanSettings())
+
+
+def test_stacks_are_planned_where_they_are_made():
+    model = facts("Qwen3-4B")
+    for size, has_products, expected in ((80, None, 2**30), (80, False, 0), (24, None, 0), (24, True, 2**30)):
+        assert plan(replace(gpu(size), has_grouped_products=has_products), model, PlanSettings()).stacks == expected
+    assert model_facts.facts_of("m", configs()["Qwen3-0.6B"], torch.float32).stack_bytes == 0
+
+
+def test_host_needs_room_for_a_sleeping_vllm():
+    made = plan(gpu(48), facts("Qwen3-8B"), BESIDE)
+    autotune.check_host(made, 30 * GB)
+    autotune.check_host(plan(gpu(80), facts("Qwen3-8B"), BESIDE), 0)
+    with pytest.raises(ConfigError, match=r"cannot sleep: its weights and adapters take 20\.3 GB, and 8\.0 GB"):
+        autotune.check_host(made, 8 * GB)
+
+
 def test_engines_share_a_gpu():
     made = plan(gpu(80), facts("Qwen3-4B"), PlanSettings(engines=2))
     assert made.total <= made.available == 40 * GB
@@ -160,7 +230,7 @@ SMALL_FACTS = st.builds(
     ModelSizes,
     source=st.just("m"),
     weight_bytes=st.integers(10**6, 200 * GB),
-    head_bytes=st.integers(0, 5 * GB),
+    loading_bytes=st.integers(0, 5 * GB),
     token_bytes=st.integers(1, 10**6),
     state_bytes=st.sampled_from([0, 10**6, 10**8]),
     activation_bytes=st.floats(1000, 2e7),
@@ -168,41 +238,51 @@ SMALL_FACTS = st.builds(
     vocab_size=st.integers(100, 300_000),
     context_length=st.integers(1, 10**6),
     parameters_per_rank=st.integers(0, 10**8),
+    stack_bytes=st.sampled_from([0, 2**30]),
+    layer_weight_bytes=st.integers(0, 10**9),
+    layers=st.integers(1, 80),
     vllm_weight_bytes=st.integers(10**6, 200 * GB),
     vllm_parameters_per_rank=st.integers(0, 10**8),
 )
 MAYBE = st.none() | st.integers(1, 10**6)
-VLLM = st.builds(VllmSettings, memory=st.none() | st.floats(0.01, 0.99), context=MAYBE, gpus=st.integers(1, 2))
+VLLM = st.builds(
+    VllmSettings,
+    memory=st.none() | st.floats(0.01, 0.99),
+    context=MAYBE,
+    gpus=st.integers(1, 2),
+    sleep=st.sampled_from([None, False, True]),
+)
+SETTINGS = st.builds(
+    PlanSettings,
+    pass_tokens=MAYBE,
+    cache_tokens=MAYBE,
+    model_bytes=st.none() | st.integers(1, 10**11),
+    vllm=st.none() | VLLM,
+    engines=st.integers(1, 3),
+    trains=st.booleans(),
+    samples=st.sampled_from(["all", "questions", "none"]),
+    shards=st.integers(1, 4),
+)
 
 
-@given(
-    SMALL_FACTS, st.integers(1, 300), st.floats(0, 1), MAYBE, MAYBE, st.none() | st.integers(1, 10**11),
-    st.integers(1, 3), st.none() | VLLM,
-)  # fmt: skip
-def test_no_plan_exceeds_the_card(
-    model: ModelSizes,
-    size: int,
-    free: float,
-    pass_tokens: int | None,
-    cache_tokens: int | None,
-    model_bytes: int | None,
-    engines: int,
-    vllm: VllmSettings | None,
-):
+@given(SMALL_FACTS, st.integers(1, 300), st.floats(0, 1), SETTINGS)
+def test_no_plan_exceeds_the_card(model: ModelSizes, size: int, free: float, settings: PlanSettings):
     card = replace(gpu(size), free_bytes=int(free * size * GB))
-    settings = PlanSettings(
-        pass_tokens=pass_tokens, cache_tokens=cache_tokens, model_bytes=model_bytes, vllm=vllm, engines=engines
-    )
+    model = replace(model, weight_bytes=model.weight_bytes + model.layers * model.layer_weight_bytes)
     try:
         made = plan(card, model, settings)
     except ConfigError:
         return
-    assert made.total <= made.available <= min(card.free_bytes, card.total_bytes // engines)
+    pass_tokens, cache_tokens, model_bytes, vllm = (
+        settings.pass_tokens, settings.cache_tokens, settings.model_bytes, settings.vllm
+    )  # fmt: skip
+    assert made.total <= made.available <= min(card.free_bytes, card.total_bytes // settings.engines)
     assert all(size >= 0 for _, size, _ in made.lines())
     assert made.pass_tokens == (pass_tokens or made.pass_tokens) >= 1
     assert made.cache_tokens == (cache_tokens or made.cache_tokens) >= 1
-    assert model_bytes is None or made.models == model_bytes
+    assert model_bytes is None or made.models == (model_bytes if settings.trains else 0)
     if made.vllm is not None:
+        assert (made.vllm.asleep is None) in ((True, False) if vllm.sleep is None else (not vllm.sleep,))
         assert vllm is not None
         assert_vllm_starts(made.vllm, model, vllm.gpus)
         assert made.vllm.context == (vllm.context or made.vllm.context) <= model.context_length
@@ -293,7 +373,6 @@ def test_plan_is_printed_for_a_card(tiny_llama: Path):
         ({"card": "1GB", "pass_tokens": 10**7}, "does not fit on a GPU of 1GB"),
         ({"card": "80GB", "engine": "fake"}, "no memory to plan"),
         ({"card": None}, "PyTorch finds no GPU"),
-        ({"card": "80GB", "cluster": {"trainers": 2, "shard": True}}, "not planned with cluster.shard"),
     ],
 )
 def test_plan_refuses_by_name(options: dict[str, Any], message: str, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):
@@ -301,6 +380,13 @@ def test_plan_refuses_by_name(options: dict[str, Any], message: str, tiny_llama:
     card = options.pop("card")
     with pytest.raises(ConfigError, match=message):
         serve._print_plan(ServeConfig(models=(str(tiny_llama),), **options), card)
+
+
+def test_plan_of_a_group_names_its_processes(tiny_llama: Path):
+    done = tinsmith("--plan", "--card", "24GB", "--model", str(tiny_llama), "--samplers", "2")
+    assert done.returncode == 0, done.stderr
+    for role in ("each training process", "each sampling process"):
+        assert f"{tiny_llama} on a GPU of 24GB, {role}: " in done.stdout
 
 
 def test_card_without_plan_is_refused():

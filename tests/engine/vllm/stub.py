@@ -4,6 +4,8 @@ A prompt that begins with token 511 is answered slowly. Requests and closed conn
 --record, one per line. The file --faults is a JSON object: paths that answer with an error, or not at all, as long as
 it says so. `hang` waits; `die` closes the connection and exits after DEATH_S. /metrics may be `frozen`, or `busy`:
 frozen while a process computes. With --fail the stub prints an error and exits. It ends with its standard input.
+
+While it sleeps, completions wait, and loading an adapter ends it: the GPU's memory is not there.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class Stub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
         self.record, self.loaded, self.faults = record, {"base"}, faults
         self.steps = 0
+        self.is_asleep = False
 
     def compute(self) -> None:
         """Start a process that keeps a core busy; it ends with the process group."""
@@ -59,14 +62,25 @@ class Handler(BaseHTTPRequestHandler):
             if self.fault() == "busy":
                 self.server.compute()
             self.respond(200, f"vllm:num_requests_running 0.0\nvllm:generation_tokens_total {self.server.steps}.0\n")
+        elif self.path == "/openapi.json":
+            options = [{"name": name} for name in ("level", "mode")[: 1 if self.fault() else 2]]
+            self.respond(200, {"paths": {"/sleep": {"post": {"parameters": options}}}})
         elif not self.fails():
             self.respond(200, {})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])) or "{}")
         self.server.record_event(self.path, body)
         if self.fails():
             return
+        if self.path in ("/sleep?level=1&mode=keep", "/wake_up"):
+            self.server.is_asleep = self.path != "/wake_up"
+            self.respond(200, {})
+            return
+        while self.server.is_asleep and self.path == "/v1/completions":
+            time.sleep(0.01)
+        if self.server.is_asleep and self.path == "/v1/load_lora_adapter":
+            os._exit(1)
         if self.path == "/v1/load_lora_adapter":
             assert (Path(body["lora_path"]) / "adapter_model.safetensors").is_file()
             self.server.loaded.add(body["lora_name"])

@@ -31,8 +31,9 @@ from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError, EngineDied, EngineError, Gone, Unsupported
 
 FACTS = ModelSizes(
-    source="m", weight_bytes=1, head_bytes=0, token_bytes=1, state_bytes=0, activation_bytes=1.0, layer_bytes=1.0,
-    vocab_size=8, context_length=64, parameters_per_rank=0, vllm_weight_bytes=1, vllm_parameters_per_rank=0,
+    source="m", weight_bytes=1, loading_bytes=0, token_bytes=1, state_bytes=0, activation_bytes=1.0, layer_bytes=1.0,
+    vocab_size=8, context_length=64, parameters_per_rank=0, stack_bytes=0, layer_weight_bytes=0, layers=1,
+    vllm_weight_bytes=1, vllm_parameters_per_rank=0,
 )  # fmt: skip
 CARD = ModelCard(
     source="here", tokenizer="/here", arch="llama", vocab_size=512, context_length=64, eos_token_ids=(2,),
@@ -377,7 +378,7 @@ def test_plan_of_a_gpu_reaches_the_command():
     share = VllmPlan(weights=1, adapters=2, working=3, cache=4096, cache_tokens=48, context=48, share=0.41234)
     plan = MemoryPlan(
         gpu=Gpu(name="a GPU", total_bytes=100, free_bytes=100), facts=FACTS,
-        available=100, reserve=0, weights=0, head=0,
+        available=100, reserve=0, weights=0, stacks=0,
         activations=0, cache=0, models=0, pass_tokens=1, cache_tokens=1, vllm=share,
     )  # fmt: skip
     card = replace(CARD, device="cuda:0", memory=plan, vllm_context=48)

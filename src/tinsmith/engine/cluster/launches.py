@@ -20,7 +20,7 @@ VLLM_WORKER = Program(module="tinsmith.engine.cluster.vllm_worker")
 
 def torch_in_seat(seat: Seat, config: EngineConfig, payload: bytes = b"") -> Launch:
     """A whole torch engine, of which only the sampler is used. `payload`: of its ticket (`cached_engine`)."""
-    settings = config.model_copy(update={"sampler": "torch"})
+    settings = config.model_copy(update={"sampler": "torch", "part": "sampling", "shards": 1})
     generations = itertools.count(1)
 
     async def launch() -> StartedSampler:

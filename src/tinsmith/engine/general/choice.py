@@ -63,7 +63,7 @@ def load(config: EngineConfig) -> BaseModel:
             raise
         if isinstance(error, self_check.NotComputable):  # of an architecture that the fast path supports
             fault = str(error)
-        # As text: a handler that keeps records would keep the error, and its frames the model.
+        # As text: a log that keeps its records would keep the error, and its frames the model.
         log.log(logging.WARNING if fault else logging.INFO, "%s takes the general path: %s", config.source, str(error))
     # The fast path may have replaced modules. Its error has ended, whose frames refer to the model.
     del loaded

@@ -5,8 +5,8 @@ own matrix, whatever the number of adapters and the lengths of their rows: launc
 nothing is padded but ranks, and the host never waits for the device.
 
 The matrices of all adapters are stacked by site when a projection first needs them, and serve all later passes of the
-same adapters; stacks beyond STACK_BYTES are made again in each call. The stacks are copies: what they are made of,
-bfloat16 copies of the weights, never changes (`adapter.adapter_weights`).
+same adapters; stacks beyond STACK_BYTES in all groups are made again in each call. The stacks are copies: what they are
+made of, bfloat16 copies of the weights, never changes (`adapter.adapter_weights`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair, PlacedAdapter
+from tinsmith.engine.memory_plan import STACK_BYTES
 from tinsmith.engine.model_parts import HEAD
 
 ALIGNMENT = 8
 """Elements of bfloat16 in the 16 bytes that the kernel loads at once: widths and ranks are multiples of it."""
-
-STACK_BYTES = 2**30
-"""Most memory of the stacks of one group that later passes use again."""
 
 MIN_GROUPED_ADAPTERS = 2
 """A single adapter needs no stack."""
@@ -38,9 +36,14 @@ Ranges = tuple[tuple[tuple[int, int], ...], ...]
 
 def has_grouped_products(weights: Tensor) -> bool:
     """Whether a grouped product with weights like these is one kernel; elsewhere PyTorch loops over the groups."""
-    if weights.device.type != "cuda" or weights.dtype != torch.bfloat16 or "grouped_mm" not in vars(functional):
+    return weights.dtype == torch.bfloat16 and on_device_with_grouped_products(weights.device)
+
+
+def on_device_with_grouped_products(device: torch.device) -> bool:
+    """Whether grouped products of bfloat16 are one kernel on a device."""
+    if device.type != "cuda" or "grouped_mm" not in vars(functional):
         return False
-    return torch.version.hip is None and torch.cuda.get_device_capability(weights.device)[0] in (9, 10)
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @dataclass(slots=True)
@@ -51,6 +54,7 @@ class Stacks:
     """A matrix of each adapter, which tells them apart."""
     matrices: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
     bytes: int = 0
+    limit: int = STACK_BYTES
     ranges: Ranges = ()
     """Positions of each adapter, of which `on_device` is."""
     on_device: GroupPositions | None = None
@@ -64,10 +68,16 @@ class Stacks:
         if key in self.matrices:
             return self.matrices[key]
         stacked = stack()
-        if self.bytes + stacked.nbytes <= STACK_BYTES:
+        if self.bytes + stacked.nbytes <= self.limit:
             self.bytes += stacked.nbytes
             self.matrices[key] = stacked
         return stacked
+
+    def keep_within(self, limit: int) -> None:
+        """Keep stacks of at most so many bytes from now on."""
+        self.limit = limit
+        if self.bytes > limit:
+            self.matrices, self.bytes = {}, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +211,8 @@ def group_adapters(
         stacks = next((each for each in previous if each.serve(adapters)), None)
         stacks = stacks or Stacks(tuple(weakref.ref(_first(weights).a) for weights in adapters))
         groups.append(GroupedAdapters(adapters, stacks, _positions(stacks, by_adapter)))
+    for group in groups:
+        group.stacks.keep_within(STACK_BYTES // len(groups))
     return groups, sorted(others, key=lambda entry: entry[1])
 
 

@@ -29,8 +29,8 @@ class Footprint:
     weights: int
     """In the dtype that they are served in."""
     working: int
-    """On top, at the peak of loading: float32 copies of the output head, or of one module while the model is checked.
-    A CPU keeps one copy of the head and reorders it into another."""
+    """On top, at the peak of loading: a float32 copy of one module while the model is checked and, on a CPU, the
+    float32 head, which stays, and the copy that it is reordered into."""
 
     @property
     def peak(self) -> int:
@@ -59,7 +59,7 @@ def footprint_of(model: PreTrainedModel, dtype: torch.dtype, device: torch.devic
                 bits = NF4_BITS if name in packed and parameter.ndim == 2 else 8 * parameter.element_size()
                 weights += int(parameter.numel() * bits) // 8
         largest = max(largest, 0 if isinstance(module, nn.Embedding) else values)
-    head_copies = (2 if device.type == "cpu" else 1) * (head.weight.numel() if head is not None else 0)
+    head_copies = 2 * head.weight.numel() if head is not None and device.type == "cpu" else 0
     widened = 0 if dtype == torch.float32 else largest
     return Footprint(weights=weights, working=4 * max(head_copies, widened))
 

@@ -190,9 +190,14 @@ class VllmVersions:
         version.folder = to
 
     async def _load(self, version: _Version) -> None:
-        await self._server.up.wait()
-        if version.server_start == self._server.starts:
-            return
+        await self._server.wait_until_up()
+        while version.server_start != self._server.starts:
+            async with self._server.turn():  # vLLM copies the matrices to the GPU
+                if self._server.up.is_set():
+                    await self._load_now(version)
+            await self._server.wait_until_up()
+
+    async def _load_now(self, version: _Version) -> None:
         start, lora_name = self._server.starts, f"v{next(self._numbers)}"
         body = {"lora_name": lora_name, "lora_path": str(version.scaled or version.folder)}
         response = await self._post("/v1/load_lora_adapter", body)

@@ -3,22 +3,32 @@
 Training is done by the torch engine in its own process, as is all sampling for which vLLM has other semantics:
 questions about the prompt, top_k and top_p, the last token of a context. vLLM is a process too. When it ends, running
 requests fail with EngineDied, vLLM is restarted, and later requests wait until it is up.
+
+A vLLM on the trainer's GPU may have its memory there in turns with it (`vllm.sleep`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard, OnDelta, Pass, PassResult, SampleRequest, SampleResult
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.device_sharing import POLICIES, MemoryTurns, Workload
 from tinsmith.engine.remote import RemoteEngine
 from tinsmith.engine.vllm import completions
 from tinsmith.engine.vllm.sampler import ZERO_ADAPTER, VllmSampler, write_zero_adapter
-from tinsmith.engine.vllm.server import VllmServer, find_python
+from tinsmith.engine.vllm.server import VllmServer, find_python, sleeps
 from tinsmith.errors import TinsmithError
+
+log = logging.getLogger(__name__)
+
+RELEASE_S = 10.0
+"""Time for the torch engine to give back memory: it does so between two micro-batches."""
 
 
 class VllmEngine:
@@ -27,7 +37,11 @@ class VllmEngine:
     def __init__(self, torch_engine: RemoteEngine, config: EngineConfig) -> None:
         self.torch_engine = torch_engine
         self.died = torch_engine.died
-        self._sampler = VllmSampler(torch_engine, config, torch_engine.card, restarts=True)
+        card = torch_engine.card
+        self._turns = MemoryTurns(self._hand_over, POLICIES[config.sharing]) if sleeps(config.vllm, card) else None
+        self._sampler = VllmSampler(
+            torch_engine, config, card, restarts=True, turns=self._turns, make_room=self._release_trainer
+        )
         self._versions = self._sampler.versions
 
     @classmethod
@@ -72,7 +86,8 @@ class VllmEngine:
         return await self.torch_engine.fork(model_id, source, optimizer=optimizer)
 
     async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
-        return await self.torch_engine.run(passes)
+        async with self._trainers_turn():
+            return await self.torch_engine.run(passes)
 
     async def step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         return await self.torch_engine.step(model_id, adam)
@@ -100,10 +115,10 @@ class VllmEngine:
 
     async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
         if not completions.is_supported(request, self.card):
-            return await self.torch_engine.sample(request, on_delta)
+            return await self._sample_on_trainer(request, on_delta)
         if not completions.has_prompt_questions(request):
             return await self._sampler.sample(request, on_delta)
-        prompt_task = asyncio.create_task(self.torch_engine.sample(completions.prompt_questions(request)))
+        prompt_task = asyncio.create_task(self._sample_on_trainer(completions.prompt_questions(request)))
         try:
             sampled, about_prompt = await self._sampler.sample(request, on_delta), await prompt_task
         finally:
@@ -121,3 +136,33 @@ class VllmEngine:
 
     async def close(self) -> None:
         await asyncio.gather(self._sampler.close(), self.torch_engine.close())
+        if self._turns is not None:
+            await self._turns.close()
+
+    async def _sample_on_trainer(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
+        async with self._trainers_turn():
+            return await self.torch_engine.sample(request, on_delta)
+
+    @asynccontextmanager
+    async def _trainers_turn(self) -> AsyncIterator[None]:
+        """The torch engine may compute inside the block; a vLLM that can sleep does."""
+        if self._turns is None:
+            yield
+            return
+        async with self._turns.turn("training"):
+            yield
+
+    async def _hand_over(self, workload: Workload) -> None:
+        if workload == "training":
+            await self.server.sleep()
+        else:
+            await self._release_trainer()
+            await self.server.wake_up()
+
+    async def _release_trainer(self) -> None:
+        """Let the torch engine give back what it does not need; within RELEASE_S, for it may be at work."""
+        try:
+            async with asyncio.timeout(RELEASE_S):
+                await self.torch_engine.release_memory()
+        except (TinsmithError, TimeoutError) as error:
+            log.warning("The trainer keeps its caches while vLLM starts or wakes up: %s", error or "it is busy")

@@ -10,6 +10,7 @@ import asyncio
 import json
 import shutil
 import tempfile
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import httpx
 
 from tinsmith.engine.base import LoraSpec, ModelCard, OnDelta, SampleRequest, SampleResult
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.device_sharing import MemoryTurns
 from tinsmith.engine.interface import Trainer
 from tinsmith.engine.vllm import completions
 from tinsmith.engine.vllm.adapters import VersionHolder, VllmVersions
@@ -40,12 +42,28 @@ async def write_zero_adapter(trainer: Trainer, folder: Path) -> None:
 class VllmSampler:
     """A vLLM server and what it samples."""
 
-    def __init__(self, holder: VersionHolder, config: EngineConfig, card: ModelCard, *, restarts: bool) -> None:
-        """`holder` has every version. `restarts`: whether a vLLM that ends is started again."""
+    def __init__(
+        self,
+        holder: VersionHolder,
+        config: EngineConfig,
+        card: ModelCard,
+        *,
+        restarts: bool,
+        turns: MemoryTurns | None = None,
+        make_room: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`holder` has every version. The others are those of VllmServer."""
         self.card = card
         self.folder = Path(tempfile.mkdtemp(prefix="tinsmith-vllm-"))
         self.server = VllmServer(
-            config.vllm, card, config.threads, self.folder, timeout_s=config.engine_timeout_s, restarts=restarts
+            config.vllm,
+            card,
+            config.threads,
+            self.folder,
+            timeout_s=config.engine_timeout_s,
+            restarts=restarts,
+            turns=turns,
+            make_room=make_room,
         )
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
@@ -100,7 +118,12 @@ class VllmSampler:
             return await self._complete(request, lora_name, on_delta)
 
     async def _complete(self, request: SampleRequest, name: str, on_delta: OnDelta | None) -> SampleResult:
-        await self.server.up.wait()
+        await self.server.wait_until_up()
+        async with self.server.turn(pausable=True):
+            return await self._completed(request, name, on_delta)
+
+    async def _completed(self, request: SampleRequest, name: str, on_delta: OnDelta | None) -> SampleResult:
+        await self.server.wait_until_up()
         start = self.server.starts
         body = completions.request_body(request, self.card, name, stream=on_delta is not None)
         url, parser = f"{self.server.url}/v1/completions", CompletionParser(request)

@@ -14,8 +14,8 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ import httpx
 
 from tinsmith.engine.base import ModelCard
 from tinsmith.engine.child_process import CHILD_ENVIRONMENT
+from tinsmith.engine.device_sharing import MemoryTurns
 from tinsmith.engine.liveness import ProcessEnd, followers_seconds, process_end
 from tinsmith.engine.memory_plan import VLLM_ALONE_SHARE
 from tinsmith.engine_options import VllmConfig
@@ -57,7 +58,11 @@ STEP_LIMIT_S = 24 * 3600
 """vLLM's own limit for a step on a CPU, where its default (300 s) ends it at a long prompt: `_check_health` finds the
 steps that compute nothing."""
 END_TIMEOUT_S = 4.0
-MAX_RETRY_DELAY_S = 30.0
+FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 30.0
+MAX_FAILED_STARTS = 5
+"""Failed starts in a row after which waiting requests fail, and vLLM is started again only when another one comes."""
+EXPANDABLE = "expandable_segments:True"
+"""Setting of PyTorch's allocator that vLLM's sleep mode excludes."""
 
 GUARD = Path(__file__).with_name("guard.py")
 """Program that executes its arguments with the same Python, until this process ends."""
@@ -108,9 +113,19 @@ def command_of(python: Path, config: VllmConfig, card: ModelCard, port: int) -> 
         *("--enable-lora", "--max-lora-rank", str(config.rank), "--max-loras", str(slots)),
         *("--max-cpu-loras", str(max(MAX_RESIDENT, slots))),
         *_memory_options(config, card),
+        *(("--enable-sleep-mode",) if sleeps(config, card) else ()),
         *("--disable-uvicorn-access-log",),
         *config.args,
     ]
+
+
+def sleeps(config: VllmConfig, card: ModelCard) -> bool:
+    """Whether vLLM gives its memory back while the trainer computes: as the plan of their GPU says or, without a plan,
+    if it is set."""
+    if card.device == "cpu":
+        return False
+    plan = card.memory.vllm if card.memory is not None else None
+    return config.sleep is True if plan is None else plan.asleep is not None
 
 
 def _memory_options(config: VllmConfig, card: ModelCard) -> tuple[str, ...]:
@@ -145,6 +160,12 @@ def environment_of(config: VllmConfig, card: ModelCard, threads: int) -> dict[st
         for key, value in os.environ.items()
         if key != "PYTHONPATH" and (key, value) not in CHILD_ENVIRONMENT.items()
     }
+    if sleeps(config, card):
+        overrides["VLLM_SERVER_DEV_MODE"] = "1"  # /sleep and /wake_up are paths of this mode
+        for key in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+            if key in inherited:
+                others = [part for part in inherited[key].split(",") if part.replace(" ", "") != EXPANDABLE]
+                overrides[key] = ",".join(others)
     return defaults | inherited | overrides
 
 
@@ -174,10 +195,13 @@ class VllmServer:
         *,
         timeout_s: float = 120.0,
         restarts: bool = True,
+        turns: MemoryTurns | None = None,
+        make_room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """`timeout_s`: time without an answer of /health or of a call inside `answered_in_time`, or without progress of
         the requests that run, after which vLLM is killed. `restarts`: whether a vLLM that ends is started again;
-        otherwise `ended` is set."""
+        otherwise `ended` is set. `turns`: in which vLLM has its memory on the GPU; None if it always has. `make_room`
+        is awaited before each start, and must not raise."""
         self._config, self._card, self._threads = config, card, threads
         self._timeout_s = timeout_s
         self._log = folder / "vllm.log"
@@ -198,7 +222,13 @@ class VllmServer:
         self.ended = asyncio.Event()
         self.answers = 0
         """Answers of /health so far."""
-        self._restarts = restarts
+        self.is_asleep = False
+        """Whether vLLM has given its memory back."""
+        self._restarts, self._turns, self._make_room = restarts, turns, make_room
+        self._failure = ""
+        """Why vLLM did not start the last time, once it has not started several times in a row."""
+        self._given_up, self._wanted = asyncio.Event(), asyncio.Event()
+        """Set while there is a failure, and when a request comes then."""
 
     async def start(self) -> None:
         """Start vLLM and wait until it responds.
@@ -208,13 +238,72 @@ class VllmServer:
         """
         check_model(self._card)
         self._python = await asyncio.to_thread(find_python, self._config)
-        await self._start(self._python)
+        async with self.turn():
+            await self._start(self._python)
         self._watch = asyncio.create_task(self._restart_on_exit(self._python))
 
     @property
     def pid(self) -> int:
         """Process id of vLLM, 0 while there is none."""
         return self._child.pid if self._child is not None else 0
+
+    @asynccontextmanager
+    async def turn(self, *, pausable: bool = False) -> AsyncIterator[None]:
+        """Have vLLM's memory on the GPU inside the block, except for pauses if it is `pausable`."""
+        if self._turns is None:
+            yield
+            return
+        async with self._turns.turn("sampling", pausable=pausable):
+            yield
+
+    async def wait_until_up(self) -> None:
+        """Wait until vLLM responds. Raises EngineError if it has not started MAX_FAILED_STARTS times in a row; it is
+        then started again."""
+        if self._failure:
+            self._wanted.set()
+        elif not self.up.is_set():
+            waits = [asyncio.create_task(event.wait()) for event in (self.up, self._given_up)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+        if self._failure:
+            raise EngineError(
+                f"vLLM for {self._card.source} has not started {MAX_FAILED_STARTS} times in a row: {self._failure}",
+                "Fix the cause; if another program takes the memory of the GPU, end it. vLLM is started again with the "
+                "next sample.",
+            )
+
+    async def sleep(self) -> None:
+        """Let vLLM give the memory of the GPU back and pause its requests, until `wake_up`. It is killed if it does
+        not."""
+        if self.up.is_set():
+            self.is_asleep = True
+            await self._switch("/sleep?level=1&mode=keep")
+
+    async def wake_up(self) -> None:
+        """Let a vLLM that sleeps go on with its requests. It is killed, and started again, if it does not."""
+        if self.up.is_set() and self.is_asleep:
+            await self._switch("/wake_up")
+            self.is_asleep = False
+
+    async def _switch(self, path: str) -> None:
+        """Post to a path; a vLLM that does not answer with status 200 is killed."""
+        child = self._child
+        fault = f"{path} broke the connection"
+        with suppress(httpx.TransportError), self.answered_in_time(path):
+            async with httpx.AsyncClient(base_url=self.url, timeout=None, trust_env=False) as client:
+                response = await client.post(path)
+            if response.status_code == 200:
+                return
+            fault = f"{path} answered with status {response.status_code}: {response.text[:500]}"
+        if child is not None:
+            self._stall = self._stall or ProcessEnd(fault, from_outside=True)  # no request is the cause
+            self.up.clear()
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            await child.wait()
 
     async def connection_lost(self, start: int) -> EngineDied:
         """Error for a request to the vLLM of that start whose connection broke. If it ended, `up` is cleared before the
@@ -284,6 +373,8 @@ class VllmServer:
         await self._end()
 
     async def _start(self, python: Path) -> None:
+        if self._make_room is not None:
+            await self._make_room()
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         command = command_of(python, self._config, self._card, port)
@@ -301,12 +392,14 @@ class VllmServer:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await self._wait_until_up(self._child)
+                await self._check_sleep_mode()
         except (TinsmithError, TimeoutError, asyncio.CancelledError) as error:
             await self._end()
             if isinstance(error, TimeoutError):
                 raise EngineError(f"vLLM did not respond within {START_TIMEOUT_S:.0f} s.{self._log_tail()}") from error
             raise
         self.starts += 1
+        self.is_asleep = False
         self.up.set()
         log.info("vLLM for %s is up on %s", self._card.source, self.url)
 
@@ -324,6 +417,19 @@ class VllmServer:
                         return
                 await asyncio.sleep(POLL_INTERVAL_S)
 
+    async def _check_sleep_mode(self) -> None:
+        """Raises ConfigError if vLLM is to sleep, and would abort its requests then, as older versions do."""
+        if self._turns is None:
+            return
+        async with httpx.AsyncClient(base_url=self.url, timeout=self._timeout_s, trust_env=False) as client:
+            paths = (await client.get("/openapi.json")).json()["paths"]
+        options = paths.get("/sleep", {}).get("post", {}).get("parameters", [])
+        if not any(option["name"] == "mode" for option in options):
+            raise ConfigError(
+                f"The vLLM of {self._python} has no sleep mode that keeps its requests (POST /sleep?mode=keep).",
+                "Install a newer vLLM, or set vllm.sleep=false.",
+            )
+
     async def _restart_on_exit(self, python: Path) -> None:
         """Restart vLLM whenever it ends or stops answering, with growing delays while starts fail."""
         while True:
@@ -340,15 +446,28 @@ class VllmServer:
             if not self._restarts:
                 self.ended.set()
                 return
-            delay = 1.0
-            while not self.up.is_set():
-                await self._end()
-                try:
+            await self._start_again(python)
+
+    async def _start_again(self, python: Path) -> None:
+        """Start vLLM, as often as it takes; after MAX_FAILED_STARTS, once more for each request that comes later."""
+        delay, failed = FIRST_RETRY_DELAY_S, 0
+        while not self.up.is_set():
+            await self._end()
+            try:
+                async with self.turn():
                     await self._start(python)
-                except (TinsmithError, OSError):
-                    log.exception("vLLM for %s did not start; retrying in %.0f s.", self._card.source, delay)
-                    await asyncio.sleep(delay)
-                    delay = min(2 * delay, MAX_RETRY_DELAY_S)
+            except (TinsmithError, OSError) as error:
+                failed += 1
+                log.exception("vLLM for %s did not start; retrying in %.0f s.", self._card.source, delay)
+                if failed >= MAX_FAILED_STARTS:
+                    self._wanted.clear()
+                    self._failure = str(error)
+                    self._given_up.set()
+                    await self._wanted.wait()
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, MAX_RETRY_DELAY_S)
+        self._failure = ""
+        self._given_up.clear()
 
     async def _kill_when_stalled(self, child: asyncio.subprocess.Process) -> None:
         """Kill vLLM once /health or a call has had no answer, or running requests no progress, for `timeout_s`.
@@ -390,7 +509,7 @@ class VllmServer:
                     before, metrics = metrics, _metrics((await client.get("/metrics")).text)
                     spent_s, busy_s = busy_s, followers_seconds(child.pid) if self._card.device == "cpu" else 0.0
                     is_busy = busy_s - spent_s > BUSY_SHARE * interval_s
-                    if not self._requests or not metrics or metrics != before or is_busy:
+                    if not self._requests or self.is_asleep or not metrics or metrics != before or is_busy:
                         self._progress.seconds = 0.0
                 await asyncio.sleep(interval_s)
 

@@ -306,8 +306,8 @@ class EngineHost:
             self._running.pool.on_change = self._fit_queue
         self._card = self._running.engine.card
         self.admission_queue.state_tokens = self._card.state_tokens
-        if self._card.cache_tokens:
-            self.admission_queue.set_cache_tokens(self._card.cache_tokens)
+        if self._card.sampling_tokens:
+            self.admission_queue.set_cache_tokens(self._card.sampling_tokens)
         log.info("%s is loaded: %s", self.config.source, _describe(self._card))
         self.start_count += 1
         self.attached = set()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tinsmith.engine import autotune
 from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard, OnDelta, Pass, PassResult, SampleRequest, SampleResult
 from tinsmith.engine.cluster.config import RankConfig
 from tinsmith.engine.cluster.dial import Entrance
@@ -194,6 +195,7 @@ def load(config: RankConfig) -> LeadingRank | FollowingRank:
     if config.cluster.shard:
         from tinsmith.engine.cluster.trainers import sharded
 
+        autotune.check_memory(config.engine)
         prepared = sharded.prepare(config.engine, collectives.mesh(device))
     engine = TorchEngine(config.engine, exchange=ranks, prepared=prepared)
     return (LeadingRank if ranks.leads else FollowingRank)(engine, ranks, collectives)
