@@ -282,8 +282,8 @@ def test_no_plan_exceeds_the_card(model: ModelSizes, size: int, free: float, set
     assert made.cache_tokens == (cache_tokens or made.cache_tokens) >= 1
     assert model_bytes is None or made.models == (model_bytes if settings.trains else 0)
     if made.vllm is not None:
-        assert (made.vllm.asleep is None) in ((True, False) if vllm.sleep is None else (not vllm.sleep,))
         assert vllm is not None
+        assert vllm.sleep in (None, made.vllm.asleep is not None)
         assert_vllm_starts(made.vllm, model, vllm.gpus)
         assert made.vllm.context == (vllm.context or made.vllm.context) <= model.context_length
 
@@ -383,10 +383,14 @@ def test_plan_refuses_by_name(options: dict[str, Any], message: str, tiny_llama:
 
 
 def test_plan_of_a_group_names_its_processes(tiny_llama: Path):
-    done = tinsmith("--plan", "--card", "24GB", "--model", str(tiny_llama), "--samplers", "2")
-    assert done.returncode == 0, done.stderr
-    for role in ("each training process", "each sampling process"):
-        assert f"{tiny_llama} on a GPU of 24GB, {role}: " in done.stdout
+    def lines(**cluster: Any) -> list[str]:
+        settings = ServeConfig(models=(str(tiny_llama),), cluster=ClusterConfig(**cluster))
+        return [next(serve.plan_table(each)).partition(": ")[0] for each in serve.memory_plans(settings, gpu(24))]
+
+    place = f"{tiny_llama} on a GPU of 24 GB"
+    assert lines() == [place]
+    assert lines(trainers=2) == [f"{place}, each training process"]
+    assert lines(samplers=2) == [f"{place}, each training process", f"{place}, each sampling process"]
 
 
 def test_card_without_plan_is_refused():
