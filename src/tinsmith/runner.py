@@ -226,11 +226,12 @@ def takes_images(settings: RunConfig) -> bool | None:
 def own_service(settings: RunConfig) -> ServeConfig:
     """The service that a run starts where no server is named; its data folder is in the run folder."""
     service = settings.service
+    device = DeviceOptions.model_fields if service.engine == "torch" else ()
     return ServeConfig(
         models=(f"{settings.model.name}={service.source}" if service.source else settings.model.name,),
         data=folder_path(settings) / "service",
         engine=service.engine,
-        **{name: service.__dict__[name] for name in DeviceOptions.model_fields},
+        **{name: service.__dict__[name] for name in device},
     )
 
 

@@ -106,8 +106,10 @@ def served(tmp_path_factory: pytest.TempPathFactory, database: str) -> Iterator[
 @contextmanager
 def served_by(engine: str, tiny_llama: Path, data: Path) -> Iterator[Served]:
     """A service of the model `toy`: with the fake engine, or with torch on the tiny Llama in float32."""
-    source = "toy" if engine == "fake" else f"toy={tiny_llama}"
-    options = {"engine": engine, "dtype": "float32", "threads": 1, "frontends": frontends()}
+    source, device = "toy", {}
+    if engine == "torch":
+        source, device = f"toy={tiny_llama}", {"dtype": "float32", "threads": 1}
+    options = {"engine": engine, "frontends": frontends(), **device}
     with embedded(ServeConfig(models=(source,), data=data, **options)) as (url, key):
         yield Served(url, key, data)
 

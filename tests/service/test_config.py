@@ -42,6 +42,27 @@ def test_models_accepts_a_single_string() -> None:
         ({"cluster": {"address": "auto", "trainers": 2, "min_trainers": 3}}, "above cluster.trainers"),
         ({"cluster": {"address": "auto", "trainers": 2, "min_trainers": 1, "shard": True}}, "slices would grow"),
         ({"capture_every": 0}, "capture_every"),
+        *[
+            ({"engine": "fake", **unused}, f"{next(iter(unused))} is not used with engine: fake")
+            for unused in (
+                {"dtype": "float32"},
+                {"device": "cpu"},
+                {"threads": 1},
+                {"quantize": "4bit"},
+                {"check_memory": False},
+                {"path": "fast"},
+                {"pass_tokens": 9},
+                {"recompute": "never"},
+                {"sharing": "latency"},
+                {"deterministic": True},
+            )
+        ],
+        ({"store_cache": 9}, "store_cache is not used without store"),
+        ({"cluster": {"cache": "/tmp/cache"}}, "cluster.cache is not used without store"),
+        ({"cluster": {"data_timeout_s": 9}}, "cluster.data_timeout_s is not used with one training process"),
+        ({"sampler_versions": 20}, "above max_sampler_versions: 16"),
+        ({"public_url": "nonsense"}, "give a URL such as"),
+        ({"public_url": "https://host?query"}, "give a URL such as"),
         ({"port": 70000}, "port"),
         ({"modles": ["a"]}, "Did you mean 'models'"),
     ],

@@ -12,6 +12,7 @@ from tests.service.support.inprocess import Api, Factory, MortalEngine, api, unt
 from tinsmith.engine.base import SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.errors import EngineDied, EngineError
+from tinsmith.service import sampling
 from tinsmith.service.engines.host import MAX_ENGINE_DEATHS, EngineHost
 from tinsmith.service.sampling import CrashIsolation
 
@@ -142,5 +143,29 @@ def test_deaths_of_replicas_count_each_under_one_engine() -> None:
                 await attempt(life)
         with pytest.raises(EngineError, match="died 3 times"):
             await attempt(6)
+
+    asyncio.run(main())
+
+
+def test_remembered_deaths_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that runs for months sees many requests whose engine died, most of them innocent."""
+    monkeypatch.setattr(sampling, "MAX_REMEMBERED", 3)
+
+    async def main() -> None:
+        host = EngineHost(EngineConfig(source="toy", kind="fake"), ["toy"], Factory())
+        isolation = CrashIsolation()
+
+        async def die(token: int, start: int) -> None:
+            request = SampleRequest(request_id="r", prompt=np.asarray([token], np.int32), max_tokens=2)
+            async with isolation.isolate(host, "session", request) as running:
+                running.engine_start = start
+                raise EngineDied("The engine is dead.")
+
+        for start, token in enumerate([1, 2, 3, 1, 4], 1):  # the earliest is 2
+            with pytest.raises(EngineDied):
+                await die(token, start)
+        assert len(isolation._deaths) == 3
+        with pytest.raises(EngineError, match="died 3 times"):
+            await die(1, 6)
 
     asyncio.run(main())

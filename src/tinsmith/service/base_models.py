@@ -78,6 +78,8 @@ class BaseModels:
         self._failed: dict[str, BaseModelStatus] = {}
         self._loading: dict[str, str] = {}
         """Source by name, of models that are being loaded while the server runs."""
+        self._unloading: set[str] = set()
+        """Names whose unloading was accepted and has not ended."""
         self._loops: dict[int, asyncio.Task[None]] = {}
         """By the worker's identity."""
         self._changes: set[asyncio.Task[None]] = set()
@@ -136,22 +138,25 @@ class BaseModels:
                 name=name,
                 source=worker.host.config.source,
                 state=worker.host.state,
+                error=self._failed[name].error if name in self._failed else "",
                 model=_summary(worker.host.latest_card),
             )
             for name, worker in self.workers.items()
         ]
         loading = [BaseModelStatus(name=name, source=source, state="loading") for name, source in self._loading.items()]
-        return [*served, *loading, *self._failed.values()]
+        failed = [status for name, status in self._failed.items() if name not in self.workers]
+        return [*served, *loading, *failed]
 
     # Changes.
 
     def load(self, name: str, source: str, *, replace: bool = False) -> None:
         """Begin to load a base model under a name; `status` tells when it is served.
 
-        With `replace`, a model that is served under the name is unloaded first. Raises BadRequest if the name is taken.
+        With `replace`, a model that is served under the name is unloaded first, and loaded again if the new one cannot
+        be. Raises BadRequest if the name is taken.
         """
         worker = self.workers.get(name)
-        if name in self._loading or (worker is not None and not replace):
+        if name in self._loading or (worker is not None and not replace and name not in self._unloading):
             loading = self._loading.get(name) or (worker.host.config.source if worker is not None else "")
             raise BadRequest(f"{name} is served from {loading}.", "Unload it first, or replace it.")
         self._failed.pop(name, None)
@@ -159,12 +164,20 @@ class BaseModels:
         self._change(self._load(name, source))
 
     def unload(self, name: str) -> None:
-        """Begin to unload a base model. Raises NotFound, or BadRequest if it is the only one."""
+        """Begin to unload a base model. Raises NotFound, or BadRequest if no other would stay.
+
+        Models that are being loaded do not count: their load may fail.
+        """
         self._failed.pop(name, None)
         if name not in self.workers:
             raise NotFound(f"Base model {name} is not served here.", did_you_mean(name, self.workers))
-        if len(self.workers) == 1:
-            raise BadRequest(f"{name} is the only base model.", "Load another first, or stop the server.")
+        if name in self._unloading:
+            raise BadRequest(f"{name} is being unloaded already.", "Wait until it is gone.")
+        if not self.workers.keys() - self._unloading - {name}:
+            raise BadRequest(
+                f"{name} is the only base model.", "Load another first and wait until it is served, or stop the server."
+            )
+        self._unloading.add(name)
         self._change(self._unload_and_store(name))
 
     def _change(self, change: Coroutine[Any, Any, None]) -> None:
@@ -177,9 +190,18 @@ class BaseModels:
         task.add_done_callback(self._changes.discard)
 
     async def _load(self, name: str, source: str) -> None:
+        replaced = self.workers[name].host.config.source if name in self.workers else None
         try:
-            if name in self.workers:
+            if replaced is not None:
                 await self._unload(name)
+            if not await self._serve(name, source) and replaced is not None:
+                await self._serve(name, replaced)
+        finally:
+            self._loading.pop(name, None)
+
+    async def _serve(self, name: str, source: str) -> bool:
+        """Serve a source under a name; False if it cannot be loaded, which leaves the other models serving."""
+        try:
             worker = self._worker_of(source)
             if worker is None:
                 worker = self._make_worker(source, [name])
@@ -191,12 +213,12 @@ class BaseModels:
             self.workers[name] = worker
             self._store_changes()
             log.info("%s is served from %s.", name, source)
-        except Exception as error:  # any error leaves the other models serving
+        except Exception as error:
             expected = isinstance(error, TinsmithError | OSError | ValueError)
             log.error("%s cannot be loaded from %s: %s", name, source, error, exc_info=not expected)
             self._failed[name] = BaseModelStatus(name=name, source=source, state="failed", error=str(error))
-        finally:
-            self._loading.pop(name, None)
+            return False
+        return True
 
     async def _take_over(self, name: str, worker: Worker) -> None:
         """Queue the requests that wait for this base model."""
@@ -208,7 +230,10 @@ class BaseModels:
         )
 
     async def _unload_and_store(self, name: str) -> None:
-        await self._unload(name)
+        try:
+            await self._unload(name)
+        finally:
+            self._unloading.discard(name)
         self._store_changes()
         log.info("%s is not served any more.", name)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -15,7 +16,12 @@ from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.config import DEFAULT_MODEL, EngineConfig
 from tinsmith.engine_options import EngineOptions, VllmConfig
 from tinsmith.errors import ConfigError
+from tinsmith.settings import Needs, changed_keys
 
+TORCH_SETTINGS = tuple(
+    name for name in EngineOptions.model_fields if name not in ("sampler", "vllm", "cache_tokens", "engine_timeout_s")
+)
+"""Settings that are not used with `engine: fake`; vllm's have checks of their own."""
 KEY_PREFIX = "tml-"
 """Prefix of every API key; the SDK rejects keys without it."""
 
@@ -47,7 +53,7 @@ class ServeConfig(EngineOptions):
     """URL of an object store for checkpoints, sampler versions and captured states, such as s3://BUCKET/PREFIX or
     file:///SHARED/FOLDER. The folders in `data` are a cache of it then. Default: the data folder alone."""
 
-    store_cache: int = Field(default=20 << 30, ge=0)
+    store_cache: Annotated[int, Needs("store")] = Field(default=20 << 30, ge=0)
     """Bytes of the data folder for copies of what is in the store. The least recently used ones are deleted first."""
 
     api_key: str | None = None
@@ -64,7 +70,11 @@ class ServeConfig(EngineOptions):
     """`torch` runs the base models. `fake` computes results by simple arithmetic, without a model and without tensors,
     for tests and to try the API."""
 
-    cluster: ClusterConfig = ClusterConfig()
+    cluster: Annotated[
+        ClusterConfig,
+        Needs("store", key="cache"),
+        Needs("cluster.is_group", key="data_timeout_s", reason="with one training process", hint="leave it out"),
+    ] = ClusterConfig()
     """Training and sampling processes of each base model, and their machines (docs/guides/cluster.md)."""
 
     batch_tokens: int = Field(default=8192, ge=1)
@@ -173,6 +183,30 @@ class ServeConfig(EngineOptions):
     def _check_key(self) -> ServeConfig:
         if self.api_key is not None and not self.api_key.startswith(KEY_PREFIX):
             raise ValueError(f"api_key must start with {KEY_PREFIX}; the SDK sends no other key")
+        return self
+
+    @field_validator("public_url")
+    @classmethod
+    def _check_public_url(cls, url: str | None) -> str | None:
+        parts = urlsplit(url or "")
+        if url is not None and (parts.scheme not in ("http", "https") or not parts.hostname or parts.query):
+            raise ValueError("give a URL such as https://tinsmith.example.org")
+        return url
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> ServeConfig:
+        unused = [name for name in changed_keys(self) if name in TORCH_SETTINGS]
+        if self.engine == "fake" and unused:
+            raise ValueError(f"{unused[0]} is not used with engine: fake; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_versions(self) -> ServeConfig:
+        if self.sampler_versions > self.max_sampler_versions:
+            raise ValueError(
+                f"sampler_versions: {self.sampler_versions} is above max_sampler_versions: "
+                f"{self.max_sampler_versions}; lower it, or raise max_sampler_versions"
+            )
         return self
 
     @model_validator(mode="after")

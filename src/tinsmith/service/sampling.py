@@ -43,6 +43,8 @@ LOST = FutureResult(
 
 ALONE_POINTS = MAX_DEATH_POINTS - OWN_DEATH
 """Points of engine deaths from which a sample runs by itself."""
+MAX_REMEMBERED = 10_000
+"""Requests whose deaths are remembered; of more, the earliest are forgotten."""
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +128,11 @@ class CrashIsolation:
                 process = (start, death.life)
                 if content not in self._deaths or self._deaths[content][1] != process:  # a group: many equal requests
                     most = MAX_DEATH_POINTS if alone else ALONE_POINTS
-                    self._deaths[content] = min(self._points(content) + death_points(death), most), process
+                    points = min(self._points(content) + death_points(death), most)
+                    self._deaths.pop(content, None)  # the latest is the last
+                    self._deaths[content] = points, process
+                    if len(self._deaths) > MAX_REMEMBERED:
+                        del self._deaths[next(iter(self._deaths))]
                 self._refuse(content)
                 raise
         self._deaths.pop(content, None)

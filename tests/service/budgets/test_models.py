@@ -112,6 +112,24 @@ def weights(start: Factory, model: str) -> tuple[bytes, ...]:
     return tuple(each.tobytes() for each in (trained.weights.a, trained.weights.b, *trained.moments, *trained.grad))
 
 
+def test_idle_models_are_evicted_with_one_look_at_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break `evict_idle`: look at all models for each that is idle."""
+
+    async def main() -> None:
+        async with api(tmp_path, Factory(), idle_model_s=1e-9) as app:
+            for _ in range(6):
+                await app.model()
+            [worker] = app.service.base_models.distinct_workers()
+            evictor = worker._execution.evictor
+            looks, use_of = [], evictor._use_of
+            monkeypatch.setattr(evictor, "_use_of", lambda model: looks.append(model.id) or use_of(model))
+            await worker.evict_idle()
+            assert not any(model.is_loaded for model in worker.models())
+            assert len(looks) <= 6 + 6 + 6  # the list, the second look at each, and the line above
+
+    asyncio.run(main())
+
+
 def test_evicted_models_train_on_as_if_never_evicted(tmp_path: Path) -> None:
     """Fails without `holding` around a batch (too many models), or without the capture in `_evict` (lost steps)."""
 

@@ -171,3 +171,42 @@ def test_other_engines_release_memory_before_a_start(tmp_path: Path) -> None:
             assert second.calls.count("release_memory") == 2
 
     asyncio.run(main())
+
+
+def test_last_models_are_not_unloaded_during_a_load(tmp_path: Path) -> None:
+    """The load may fail, and the server would serve nothing."""
+
+    async def main() -> None:
+        going_on = asyncio.Event()
+
+        class SlowFactory(FailingFactory):
+            async def __call__(self, config: EngineConfig) -> RunningEngine:
+                if config.source == "broken":
+                    await going_on.wait()
+                return await super().__call__(config)
+
+        async with api(tmp_path, SlowFactory(), models=BOTH) as app:
+            assert await load(app, "third", source="broken") == 202
+            assert await unload(app, "toy") == 202
+            assert await unload(app, "toy") == 400  # it is being unloaded
+            assert await unload(app, "other") == 400
+            going_on.set()
+            await until_states(app, {"other": "up", "third": "failed"})
+            session = (await app.post("create_session", {"tags": []})).json()["session_id"]
+            body = {"session_id": session, "model_seq_id": 0, "base_model": "other", "lora_config": {"rank": 4}}
+            assert "model_id" in await app.call("create_model", body)
+
+    asyncio.run(main())
+
+
+def test_replaced_model_is_served_again_if_the_new_one_fails(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path, FailingFactory(), models=("toy=one",)) as app:
+            assert await load(app, "toy", source="broken", replace=True) == 202
+            await until_states(app, {"toy": "up"})
+            [status] = (await app.send("GET", "/api/v1/admin/base_models", b"")).json()["base_models"]
+            assert status["source"] == "one"
+            assert "has no config.json" in status["error"]
+            await app.model()
+
+    asyncio.run(main())

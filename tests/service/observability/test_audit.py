@@ -6,11 +6,15 @@ import asyncio
 import contextlib
 import time
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
+import pytest
 from sqlalchemy import func, select
 
+from tinsmith.engine.base import LoraSpec
 from tinsmith.service.observability.audit import AuditLog
-from tinsmith.service.storage.store import exclusive_store
+from tinsmith.service.storage.records import Checkpoint
+from tinsmith.service.storage.store import Store, exclusive_store
 from tinsmith.service.storage.tables import AUDIT, STORED, USAGE
 
 
@@ -78,3 +82,42 @@ def test_old_entries_are_deleted(tmp_path: Path) -> None:
         (tmp_path / f"{days * day}").mkdir()
     assert asyncio.run(main(5 * day)) == [[1], [0, 1, 13], ["1", "13", "kept"]]
     assert asyncio.run(main(30 * day)) == [[1, 13, 15], [0, 1, 13, 15], ["1", "13", "15", "kept"]]
+
+
+def test_stored_checkpoints_follow_the_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that changed is looked at, not all; a failed write, and a removal before a restart, are made up for."""
+
+    def checkpoint(key: str) -> Checkpoint:
+        return Checkpoint(
+            id=key, owner="me", kind="weights", run="run", name=key, base_model="toy", lora=LoraSpec(rank=1, seed=1),
+            created=1.0, made_by="request",
+        )  # fmt: skip
+
+    async def rows(store: Store) -> dict[str, bool]:
+        async with store.database.connect() as db:
+            return {row.id: row.ended is None for row in (await db.execute(select(STORED))).all()}
+
+    async def main() -> None:
+        async with exclusive_store(tmp_path, None) as store:
+            audit_log = AuditLog(store, 1e9)
+            await audit_log.load()
+            await store.put(checkpoint("a"), checkpoint("b"), checkpoint("c"))
+            with monkeypatch.context() as patch:
+                patch.setattr(store, "write", AsyncMock(side_effect=OSError("full")))
+                with pytest.raises(OSError, match="full"):
+                    await audit_log.flush()
+            await audit_log.flush()
+            assert await rows(store) == {"a": True, "b": True, "c": True}
+            await store.remove(checkpoint("a"))
+            with monkeypatch.context() as patch:
+                patch.setattr(store, "all", Mock(side_effect=AssertionError("all records are read")))
+                await audit_log.flush()
+            assert await rows(store) == {"a": False, "b": True, "c": True}
+            await store.remove(checkpoint("b"))
+        async with exclusive_store(tmp_path, None) as store:
+            audit_log = AuditLog(store, 1e9)
+            await audit_log.load()
+            await audit_log.flush()
+            assert await rows(store) == {"a": False, "b": False, "c": True}
+
+    asyncio.run(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tests.service.support.inprocess import until
 from tinsmith.service.results import futures as futures_module
 from tinsmith.service.results.expiry import Expiry
 from tinsmith.service.results.futures import Futures
-from tinsmith.service.results.result_files import ResultFiles
+from tinsmith.service.results.result_files import ResultFiles, ResultPlace
 from tinsmith.service.results.unfinished_samples import UnfinishedSamples
 from tinsmith.service.storage.records import FutureResult
 
@@ -142,3 +143,43 @@ def test_nothing_stays_of_the_polls_for_a_result(tmp_path: Path) -> None:
 def _count_sets() -> int:
     gc.collect()
     return sum(type(each) is set for each in gc.get_objects())
+
+
+def test_result_that_is_read_keeps_its_file(tmp_path: Path) -> None:
+    """A large result is read in a thread, while which its client may acknowledge it or the server may close."""
+    files = ResultFiles(tmp_path)
+    place = files.reserve(4)
+    files.write(place, b"text")
+    with files.held(place):
+        files.remove(place)
+        assert files.read(place) == b"text"
+    assert files.size_bytes == 0
+    place = files.reserve(4)
+    files.write(place, b"more")
+    with files.held(place):
+        files.close()
+        assert files.read(place) == b"more"
+    assert files.size_bytes == 0
+
+
+def test_results_are_read_off_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readers = []
+    read = ResultFiles.read
+
+    def note(self: ResultFiles, place: ResultPlace) -> bytes:
+        readers.append(threading.current_thread())
+        return read(self, place)
+
+    monkeypatch.setattr(ResultFiles, "read", note)
+
+    async def main() -> None:
+        files = ResultFiles(tmp_path)
+        futures = Futures(1.0, 3600.0, UnfinishedSamples(tmp_path / "samples"), files=files, memory_bytes=0)
+        [request_id] = resolved(futures, 1)
+        await until(lambda: futures.memory_bytes == 0)
+        assert await futures.wait(request_id) == FutureResult(body=b"0 " + BODY, media="m")
+        futures.close()
+
+    asyncio.run(main())
+    assert readers
+    assert threading.main_thread() not in readers

@@ -35,10 +35,10 @@ LENGTHS = (9, 5, 14)
 def accepting(request: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server with custom losses enabled."""
     data = tmp_path_factory.mktemp("accepting")
-    source = "toy" if request.param == "fake" else f"toy={tiny_llama}"
-    config = ServeConfig(
-        models=(source,), engine=request.param, data=data, custom_losses=True, dtype="float32", threads=1
-    )
+    source, device = "toy", {}
+    if request.param == "torch":
+        source, device = f"toy={tiny_llama}", {"dtype": "float32", "threads": 1}
+    config = ServeConfig(models=(source,), engine=request.param, data=data, custom_losses=True, **device)
     with embedded(config) as (url, key):
         yield Served(url, key, data)
 

@@ -91,6 +91,39 @@ def test_objects_end_with_their_records(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_collection_reads_the_records_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of objects: reading all records for each takes seconds of the event loop."""
+
+    async def main() -> None:
+        async with api(tmp_path / "data", **options(tmp_path)) as app:
+            notes = [StoredObject(id=f"{number:064}", created=0.0) for number in range(20)]
+            await app.service.store.put(*notes)
+            reads, all_records = [], app.service.store.all
+            monkeypatch.setattr(app.service.store, "all", lambda kind: reads.append(kind) or all_records(kind))
+            assert await app.service.object_copies.collect(time.time()) == 20
+            assert reads.count(Checkpoint) == 1
+
+    asyncio.run(main())
+
+
+def test_object_of_a_link_is_new(tmp_path: Path) -> None:
+    """A record will name it: it must not be deleted before."""
+
+    async def main() -> None:
+        async with api(tmp_path / "data", **options(tmp_path)) as app:
+            copies, folder = app.service.object_copies, tmp_path / "folder"
+            folder.mkdir()
+            (folder / "file").write_text("text")
+            digest = await copies.publish(folder, waits=True)
+            assert digest is not None
+            await app.service.store.put(StoredObject(id=digest, created=0.0))
+            assert await copies.link(folder, digest, tmp_path / "other") == digest
+            assert await copies.collect(time.time()) == 0
+            assert stored(tmp_path) == {digest}
+
+    asyncio.run(main())
+
+
 def test_versions_are_uploaded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if an upload waits for that of other content, or a version's write for the upload of another."""
     barrier, publish = threading.Barrier(2, timeout=60), ObjectStore.publish

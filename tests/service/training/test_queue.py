@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.service.training.test_scheduler import BUDGET, fork, queues, row
+from tinsmith.service.budgets.queue import attended_first
 from tinsmith.service.storage.records import QueuedRequest
 from tinsmith.service.training.queue import RequestQueue
 from tinsmith.service.training.scheduler import Group, next_groups
@@ -30,13 +31,15 @@ def busy_models(running: list[Group]) -> set[str]:
 def test_requests_of_idle_models_decide_what_starts(
     rows: list[QueuedRequest], sources: list[tuple[str, str]], data: st.DataObject
 ) -> None:
-    """Break `_models`: leave out the source of a fork."""
+    """Also which of the abandoned models start. Break `_models`: leave out the source of a fork."""
     forks = [fork(owner, f"f{n}", f"{owner}{model}", 3, 100 + n) for n, (owner, model) in enumerate(sources)]
     queue = queue_of([*(replace(request, alone=False) for request in rows), *forks])
     running: list[Group] = []
+    abandoned = frozenset(data.draw(st.sets(st.sampled_from(sorted({*queue.models()}) or [""]))))
     while queue.requests:
-        groups = next_groups(queue.requests.values(), running, BUDGET)
-        assert next_groups(queue.of_idle_models(busy_models(running)), running, BUDGET) == groups
+        groups = next_groups(attended_first(queue.requests.values(), abandoned, queue.models()), running, BUDGET)
+        idle = attended_first(queue.of_idle_models(busy_models(running)), abandoned, queue.models())
+        assert next_groups(idle, running, BUDGET) == groups
         running += groups
         for request in running.pop(data.draw(st.integers(0, len(running) - 1))):
             queue.remove(request)

@@ -47,7 +47,8 @@ class OwnService(DeviceOptions):
     source: str = ""
     """Hub id, folder or GGUF file to serve as model.name; empty: model.name itself."""
     engine: Literal["torch", "fake"] = "torch"
-    """`torch` runs a model; `fake` computes numbers without one, for tests and for dry runs of a file."""
+    """`torch` runs a model; `fake` computes numbers without one, for tests and for dry runs of a file, whose other
+    settings of the service are then not used."""
 
 
 class Stage(Settings):

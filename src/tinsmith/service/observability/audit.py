@@ -63,7 +63,9 @@ class AuditLog:
         self._usage: Counter[tuple[str, int, str, str, str]] = Counter()
         """Quantity by (owner, hour, kind, base model, session)."""
         self._stored: set[str] = set()
-        """Checkpoints that the database records as stored."""
+        """Named checkpoints that the database records as stored."""
+        self._changed: set[str] = set()
+        """Checkpoints whose rows may have to be written."""
         self._pending = asyncio.Event()
         self._writing = asyncio.Lock()
 
@@ -71,6 +73,7 @@ class AuditLog:
         """Read which checkpoints an earlier process recorded as stored."""
         async with self._store.database.connect() as db:
             self._stored = set((await db.execute(select(STORED.c.id).where(STORED.c.ended.is_(None)))).scalars())
+        self._changed |= self._stored
         self._pending.set()
 
     def record(self, owner: str, event: str, actor: str, **details: Any) -> None:
@@ -158,7 +161,9 @@ class AuditLog:
             self._pending.clear()
             audits, spans, usage = self._audits, self._spans, self._usage
             self._audits, self._spans, self._usage = [], [], Counter()
-            added, removed = self._storage_changes()
+            self._changed |= self._store.take_changed_checkpoints()
+            changed, self._changed = self._changed, set()
+            added, removed = self._storage_changes(changed)
             if not (audits or spans or usage or added or removed):
                 return
 
@@ -171,6 +176,7 @@ class AuditLog:
             except BaseException:
                 self._audits, self._spans = audits + self._audits, spans + self._spans
                 self._usage.update(usage)
+                self._changed |= changed
                 self._pending.set()
                 raise
             self._stored |= {entry["id"] for entry in added}
@@ -187,11 +193,10 @@ class AuditLog:
         async with self._store.database.connect() as db:
             return [dict(entry) for entry in (await db.execute(query.order_by(a.at, a.id))).mappings()]
 
-    def _storage_changes(self) -> tuple[list[dict[str, Any]], set[str]]:
-        """(rows of new named checkpoints, ids of deleted ones) since the last write."""
-        current = {
-            entry.id: entry for entry in self._store.all(Checkpoint) if entry.kind != "ephemeral" and not entry.deleted
-        }
+    def _storage_changes(self, changed: set[str]) -> tuple[list[dict[str, Any]], set[str]]:
+        """(rows of new named checkpoints, ids of deleted ones) among those that changed since the last write."""
+        entries = (self._store.find(Checkpoint, key) for key in changed)
+        named = {entry.id: entry for entry in entries if entry and entry.kind != "ephemeral" and not entry.deleted}
         added = [
             {
                 "id": entry.id,
@@ -201,9 +206,9 @@ class AuditLog:
                 "size_bytes": entry.size_bytes,
                 "begun": entry.created,
             }
-            for entry in (current[key] for key in current.keys() - self._stored)
+            for entry in (named[key] for key in named.keys() - self._stored)
         ]
-        return added, self._stored - current.keys()
+        return added, (changed & self._stored) - named.keys()
 
     def _session_id(self, run: str) -> str:
         model = self._store.find(Model, run)

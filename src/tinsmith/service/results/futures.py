@@ -136,7 +136,8 @@ class Futures:
             await self._wait_in(future.waiters)
         if future.result is None or future.place is None or self._files is None:
             return future.result
-        return replace(future.result, body=self._files.read(future.place))
+        with self._files.held(future.place):
+            return replace(future.result, body=await asyncio.to_thread(self._files.read, future.place))
 
     async def hold(self) -> None:
         """Wait for the hold time, or until the server closes."""

@@ -1,13 +1,15 @@
 """Results on disk that take too much memory, in files without a name: they end with the process.
 
-A file is closed, and with that removed, when none of its results is needed any more. Only `write` may be called in a
-thread.
+A file is closed, and with that removed, when none of its results is needed any more. Only `write` and `read` may be
+called in a thread.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ class _File:
     file: Any
     size: int = 0
     results: int = 0
+    readers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +68,28 @@ class ResultFiles:
         """A result that was written. Raises OSError."""
         return os.pread(place.file.file.fileno(), place.size, place.offset)
 
+    @contextmanager
+    def held(self, place: ResultPlace) -> Iterator[None]:
+        """Keep a result's file for the duration of the block, whatever is removed meanwhile."""
+        place.file.readers += 1
+        try:
+            yield
+        finally:
+            place.file.readers -= 1
+            self._close_unneeded(place.file)
+
     def remove(self, place: ResultPlace) -> None:
         """The result is not needed any more."""
         place.file.results -= 1
-        if not place.file.results:
-            place.file.file.close()
-            self._open.remove(place.file)
+        self._close_unneeded(place.file)
 
     def close(self) -> None:
-        """Remove all files."""
-        for file in self._open:
+        """Remove all files; one that is being read, after that."""
+        for file in list(self._open):
+            file.results = 0
+            self._close_unneeded(file)
+
+    def _close_unneeded(self, file: _File) -> None:
+        if not file.results and not file.readers:
             file.file.close()
-        self._open.clear()
+            self._open.remove(file)

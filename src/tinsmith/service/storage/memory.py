@@ -39,6 +39,8 @@ class Records:
         """Bytes of checkpoints by owner."""
         self.sampling_sessions: Counter[str] = Counter()
         """Number of sampling sessions by session."""
+        self.changed_checkpoints: set[str] = set()
+        """Ids of checkpoints that were added, replaced or removed since they were last taken."""
 
     def find(self, kind: type[RecordT], key: str) -> RecordT | None:
         """The record with this id, or None."""
@@ -74,6 +76,7 @@ class Records:
         """Update the indexes for a record that takes the place of `previous`."""
         for entry, sign in ((previous, -1), (record, 1)):
             if isinstance(entry, Checkpoint):
+                self.changed_checkpoints.add(entry.id)
                 self.stored_bytes[entry.owner] += sign * entry.size_bytes
             elif isinstance(entry, SamplingSession):
                 self.sampling_sessions[entry.session_id] += sign

@@ -105,12 +105,13 @@ class ObjectCopies:
 
         Where engines read objects, only the object has another name: that in the caller's record.
         """
-        if not self._transfer.through_store:
+        if self._transfer.through_store:
+            digest = digest or await self._digest_of(folder)
+        else:
             await asyncio.to_thread(link_folder, await self.ensure(folder, digest), to)
-            return digest
-        digest = digest or await self._digest_of(folder)
-        async with self._lock_of(digest):  # the record follows
-            await self._store.put(StoredObject(id=digest, created=time.time()))
+        if digest is not None:
+            async with self._lock_of(digest):  # the record follows
+                await self._store.put(StoredObject(id=digest, created=time.time()))
         return digest
 
     async def bring(self, folder: Path) -> None:
@@ -146,14 +147,19 @@ class ObjectCopies:
             await self.trim(time.time())
 
     async def collect(self, now: float) -> int:
-        """Delete the objects that no record has named for a day. Returns their number."""
+        """Delete the objects that no record has named for a day. Returns their number.
+
+        An object that a record comes to name meanwhile is noted again before, under its lock, and is then new.
+        """
         if self._objects is None:
             return 0
-        objects, deleted = self._objects, 0
+        objects, deleted, named = self._objects, 0, self._named()
         for stored in self._store.all(StoredObject):
+            if stored.id in named or now - stored.created < UNNAMED_S:
+                continue
             async with self._lock_of(stored.id):
                 current = self._store.find(StoredObject, stored.id)
-                if current is None or now - current.created < UNNAMED_S or stored.id in self._named():
+                if current is None or now - current.created < UNNAMED_S:
                     continue
                 await self._call(lambda digest=stored.id: asyncio.to_thread(objects.delete, digest), waits=False)
                 await self._store.remove(current)

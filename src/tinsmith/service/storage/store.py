@@ -121,6 +121,11 @@ class Store(StoredRequests):
         """The sampling sessions that sample from a version, and the models whose inflight version it is."""
         return self._records.users_of(version)
 
+    def take_changed_checkpoints(self) -> set[str]:
+        """Ids of the checkpoints that were added, replaced or removed since the last call; for one reader."""
+        changed, self._records.changed_checkpoints = self._records.changed_checkpoints, set()
+        return changed
+
     def checkpoint_bytes(self, owner: str) -> int:
         """Size of all checkpoints of an owner, unnamed ones included."""
         return self._records.stored_bytes[owner]

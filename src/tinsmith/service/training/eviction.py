@@ -23,11 +23,12 @@ from tinsmith.service.budgets.models import (
     models_to_evict,
 )
 from tinsmith.service.engines.host import EngineHost
-from tinsmith.service.storage.records import Model, QueuedRequest
+from tinsmith.service.storage.records import Model
 from tinsmith.service.storage.store import Store
 from tinsmith.service.training.background_writes import BackgroundWriter
 from tinsmith.service.training.journal import Journal
 from tinsmith.service.training.model_state import ModelState
+from tinsmith.service.training.queue import RequestQueue
 
 LIVING = ("pending", "live")
 """States of models that requests can be sent to."""
@@ -46,7 +47,7 @@ class ModelBudget:
 
 
 class ModelEvictor:
-    """The models of one engine. `states` and `requests` are its worker's."""
+    """The models of one engine. `states` and `queue` are its worker's."""
 
     def __init__(
         self,
@@ -56,10 +57,10 @@ class ModelEvictor:
         writer: BackgroundWriter,
         budget: ModelBudget,
         states: Mapping[str, ModelState],
-        requests: Mapping[str, QueuedRequest],
+        queue: RequestQueue,
     ) -> None:
         self._host, self._store, self._journal, self._writer = host, store, journal, writer
-        self._budget, self._states, self._requests = budget, states, requests
+        self._budget, self._states, self._queue = budget, states, queue
         self._lock = asyncio.Lock()
         """Held while room is made, so that models get it in the order in which they ask."""
         self._held: Counter[str] = Counter()
@@ -106,10 +107,12 @@ class ModelEvictor:
         """Evict the models that nobody uses."""
         if not self._host.is_up:
             return
-        for model_id in self._idle():
+        for model_id in idle_models(self.models(), self._budget.idle_s):
             async with self._lock:
-                model, is_idle = self._store.find(Model, model_id), model_id in self._idle()
-                if model is not None and is_idle and not self._writer.has_unwritten_versions(model):
+                model = self._store.find(Model, model_id)
+                if model is None or not idle_models([self._use_of(model)], self._budget.idle_s):
+                    continue  # it was used while the lock was awaited
+                if not self._writer.has_unwritten_versions(model):
                     await self._evict(model_id)
 
     async def _make_room(self, model_ids: Collection[str]) -> None:
@@ -156,9 +159,6 @@ class ModelEvictor:
     def _size(self, lora: LoraSpec) -> int:
         return model_bytes(lora, self._host.engine.card) if self._host.is_up else 0
 
-    def _idle(self) -> list[str]:
-        return idle_models(self.models(), self._budget.idle_s)
-
     def _is_resident(self, model_id: str) -> bool:
         """Whether the engine has the model, or is about to have it."""
         if model_id in self._held or model_id in self._store.shadows:
@@ -168,24 +168,21 @@ class ModelEvictor:
 
     def models(self) -> list[ModelUse]:
         """The engine's models, loaded or not, without shadows."""
-        queued = {request.model_id for request in self._requests.values()}
-        queued |= {request.source for request in self._requests.values() if request.source}
-        now = time.monotonic()
-        return [self._model_use(model, queued, now) for model in self._live_models()]
+        return [self._use_of(model) for model in self._live_models()]
 
     def _live_models(self) -> Iterable[Model]:
         models = (self._store.find(Model, model_id) for model_id in self._states)
         shadows = self._store.shadows
         return (each for each in models if each is not None and each.state in LIVING and each.id not in shadows)
 
-    def _model_use(self, model: Model, queued: Collection[str], now: float) -> ModelUse:
+    def _use_of(self, model: Model) -> ModelUse:
         state = self._states.get(model.id) or ModelState()
         return ModelUse(
             id=model.id,
             size_bytes=self._size(model.lora),
-            unused_s=now - state.used,
+            unused_s=time.monotonic() - state.used,
             is_loaded=self._is_resident(model.id),
-            is_queued=model.id in queued,
+            is_queued=self._queue.needs(model.id),
             is_silent=self._budget.activity.is_silent(model.session_id, SILENT_S),
         )
 

@@ -45,7 +45,7 @@ class Execution:
         self._host, self._store, self._journal, self._telemetry = host, store, journal, telemetry
         self._queue, self._states, self._throughput = queue, states, throughput
         self.writer = BackgroundWriter(host, store, checkpoints)
-        self.evictor = ModelEvictor(host, store, journal, self.writer, budget, states, queue.requests)
+        self.evictor = ModelEvictor(host, store, journal, self.writer, budget, states, queue)
         self._restorer = ModelRestorer(store, journal, self.writer)
         self._operations = Operations(store, checkpoints, journal, quotas, self.writer)
         self._post_commit = PostCommit(host, store, checkpoints, journal, self.writer, audit_log)

@@ -82,6 +82,16 @@ class RequestQueue:
         """Whether a request must run in a batch of its own."""
         return bool(self._alone)
 
+    def models(self) -> Iterator[str]:
+        """Models with requests of their own."""
+        for model_id, requests in self._of_model.items():
+            if any(request.model_id == model_id for request in requests.values()):
+                yield model_id
+
+    def needs(self, model_id: str) -> bool:
+        """Whether there are requests of the model, or forks of it."""
+        return model_id in self._of_model
+
     def of_idle_models(self, busy: Collection[str]) -> Collection[QueuedRequest]:
         """The requests of the models that are not busy: only these can start, and the others may be many."""
         idle = [requests for model_id, requests in self._of_model.items() if model_id not in busy]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 
@@ -254,11 +254,8 @@ class Worker:
             self.host.allow_sampling()  # samples wait until then, so that the next death has one possible cause
         if self._draining:
             return ()
-        requests: Collection[QueuedRequest] = self._queue.requests.values()
-        if self._activity.abandoned():
-            requests = attended_first(requests, self._activity)
-        elif not self._queue.must_isolate:
-            requests = self._queue.of_idle_models(self._running.models)
+        busy = () if self._queue.must_isolate else self._running.models
+        requests = attended_first(self._queue.of_idle_models(busy), self._activity.abandoned(), self._queue.models())
         running = self._running.groups
         groups = next_groups(requests, running, self._batch_tokens, self._last_shadow_owner)
         for group in groups:

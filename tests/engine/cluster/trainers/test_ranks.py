@@ -178,6 +178,21 @@ def test_runs_that_wait_become_one_but_none_overtakes_a_step(group: ThreadGroup,
     assert together <= 3 * (group.table.exchanges - before) + 2
 
 
+def test_cancelled_command_leaves_the_group_working(group: ThreadGroup, model_id: str):
+    """Its result has no reader. Break `_work`: set it all the same."""
+
+    async def cancel() -> list[Any]:
+        command = asyncio.create_task(group.leader.step(model_id, ADAM))
+        await asyncio.sleep(0)  # it is queued
+        command.cancel()
+        return await asyncio.gather(command, group.leader.run([pass_for("ppo", model_id)]), return_exceptions=True)
+
+    group.wait(group.leader.create(model_id, LoraSpec(rank=4, seed=1)))
+    cancelled, results = group.wait(cancel())
+    assert isinstance(cancelled, asyncio.CancelledError)
+    assert isinstance(results[0], PassResult)
+
+
 def test_weights_that_differ_end_the_rank(group: ThreadGroup, model_id: str, monkeypatch: pytest.MonkeyPatch):
     class EndedError(Exception):
         pass

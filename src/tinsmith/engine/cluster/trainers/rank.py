@@ -133,15 +133,16 @@ class LeadingRank(Rank):
                 result = await execute(self._engine, self._ranks, method, args, options)
             except Exception as error:  # noqa: BLE001 - the caller's
                 for command in commands:
-                    command.done.set_exception(error)
+                    if not command.done.done():  # its caller was cancelled
+                        command.done.set_exception(error)
                 continue
             for command in commands:
+                own = result
                 if method == RUN:
                     count = len(command.args[0])
-                    command.done.set_result(result[:count])
-                    result = result[count:]
-                else:
-                    command.done.set_result(result)
+                    own, result = result[:count], result[count:]
+                if not command.done.done():
+                    command.done.set_result(own)
         self._worker = None
 
     def _next(self) -> list[_Command]:
