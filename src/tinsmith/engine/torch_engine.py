@@ -19,7 +19,7 @@ from tinsmith.engine.general import choice, recompute
 from tinsmith.engine.general.batch import GeneralBatch
 from tinsmith.engine.general.model import GeneralModel
 from tinsmith.engine.images.requests import placed_pass, placed_prompt
-from tinsmith.engine.lora import layers, linear, targets
+from tinsmith.engine.lora import fused_layers, layers, linear, targets
 from tinsmith.engine.lora.lm_head import LMHead
 from tinsmith.engine.lora.saved_spec import read_spec
 from tinsmith.engine.model import precision
@@ -55,6 +55,7 @@ def prepare(config: EngineConfig, base: BaseModel) -> PreparedBase:
     head = LMHead(base.head, logit_rule(base.model))
     if not is_general:
         base = layers.replace_layers(base)
+        fused_layers.use_kernels(base)
     if not config.deterministic:  # where nothing may depend on the memory that happens to be free
         autotune.reorder_weights(base, free_bytes())
     if isinstance(base, GeneralModel):

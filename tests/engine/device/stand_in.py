@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._device import _device_constructors
+from torch.utils._pytree import tree_leaves
 
 NAME = "standin"
 SOURCES = str(Path("src", "tinsmith"))
@@ -56,6 +57,8 @@ class Counts:
     """Waits for a value, and copies to the host, by the line of the engine."""
     uploads: Counter[str] = field(default_factory=Counter)
     """Copies to the device by the line of the engine."""
+    bytes: Counter[str] = field(default_factory=Counter)
+    """What kernels read and write, by operator."""
 
 
 _open: list[Counts] = []
@@ -86,7 +89,7 @@ def install() -> torch.device:
     library = torch.library.Library("_", "IMPL")
     library.fallback(lambda operator, *args, **kwargs: _run(operator, args, kwargs), "PrivateUse1")
     factories = torch.library.Library("aten", "IMPL")
-    for name, overloads in _FACTORIES.items():
+    for name, overloads in (_FACTORIES | _WHOLE).items():
         for overload in overloads:
             operator = getattr(getattr(torch.ops.aten, name), overload)
             factories.impl(operator, partial(_made, operator), "PrivateUse1")
@@ -103,6 +106,8 @@ def _made(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 _FACTORIES = {"arange": ("default", "start", "start_step"), "linspace": ("default",), "eye": ("default", "m")}
 """Operators that below Python resize an empty tensor, which a fallback cannot see."""
+_WHOLE = {"silu_backward": ("default",)}
+"""Operators that are one kernel on a GPU, and that torch splits for devices which it does not know."""
 _libraries: list[Any] = []
 """A library's registrations end with it."""
 
@@ -196,8 +201,24 @@ def _run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = _ON_HOST.get(name, operator)(*contents, **options)
     if not on_device:
         return result
+    if name not in _VIEWS:
+        _count_bytes(name, [contents, options], result)
     changed = {id(tensor.content): tensor for tensor in theirs}  # what an operator changed in place
     return _map(lambda leaf: changed[id(leaf)] if id(leaf) in changed else DeviceTensor(leaf), result)
+
+
+def launch(name: str, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a function as one kernel of the device, as Triton's are; it gets and returns the host's tensors."""
+
+    def content(tensor: Tensor) -> Tensor:
+        assert isinstance(tensor, DeviceTensor), f"{name} has a tensor of the host"
+        return tensor.content
+
+    inputs, options = _map(content, args), {key: _map(content, value) for key, value in kwargs.items()}
+    result = kernel(*inputs, **options)
+    _count("launches", name)
+    _count_bytes(name, [inputs, options], result)
+    return _map(DeviceTensor, result)
 
 
 _ON_HOST: dict[str, Callable[..., Any]] = {
@@ -243,9 +264,16 @@ def _count_operator(
         _count("launches", name)
 
 
-def _count(kind: str, key: str | None = None) -> None:
+def _count_bytes(name: str, inputs: Any, result: Any) -> None:
+    """Each input once, each output once."""
+    for tensors in (inputs, result) if _open else ():
+        distinct = {id(leaf): leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)}
+        _count("bytes", name, sum(tensor.nbytes for tensor in distinct.values()))
+
+
+def _count(kind: str, key: str | None = None, number: int = 1) -> None:
     for counts in _open:
-        vars(counts)[kind][key or _line()] += 1
+        vars(counts)[kind][key or _line()] += number
 
 
 def _line() -> str:

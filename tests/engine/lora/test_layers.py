@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.models import KINDS
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.lora import layers, linear
-from tinsmith.engine.lora.elementwise import apply_rotary, rms_norm, rotary_tables, silu_mul
+from tinsmith.engine.lora.elementwise.operators import apply_rotary, rms_norm, rotary_tables, silu_mul
 from tinsmith.engine.model import loading, self_check
 from tinsmith.engine.model.base_model import BaseModel
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from tinsmith.engine.lora.elementwise import apply_rotary, rms_norm, rotary_tables, silu_mul
+from tinsmith.engine.lora.elementwise import fused
+from tinsmith.engine.lora.elementwise.operators import apply_rotary, rms_norm, rotary_tables, silu_mul
 from tinsmith.engine.lora.linear import LoraLinear, project
 from tinsmith.engine.model.attention import AttentionContext, packed_attention
 from tinsmith.engine.model.attention_rule import AttentionRule
@@ -41,7 +42,7 @@ MIN_NORM_WEIGHT = 2.0**20
 because they cannot be recovered from its output."""
 
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_NORMS = {"q_norm", "k_norm"}
+HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
 _ZERO_CENTRED = {"Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3NextRMSNorm"}
 """Norms that multiply by 1 + weight."""
@@ -72,10 +73,23 @@ class RMSNorm(nn.Module):
             self.weight = nn.Parameter(wide, requires_grad=False)
         invertible = bool((wide.abs() > MIN_NORM_WEIGHT * torch.finfo(self.dtype).tiny).all())
         self.inverse = 1 / wide if invertible else None
+        self.kernels: fused.Kernels | None = None  # set by `fused_layers`
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
-        return rms_norm(inputs, self.weight, self.eps, self.inverse, self.dtype)
+        return self.after(inputs, None)[1]
+
+    def after(self, residual: Tensor, addition: Tensor | None) -> tuple[Tensor, Tensor]:
+        """residual + addition, where there is one, and its norm."""
+        if self.kernels is not None:
+            return fused.add_norm(self.kernels, residual, addition, self.constants)
+        total = residual if addition is None else residual + addition
+        return total, rms_norm(total, self.weight, self.eps, self.inverse, self.dtype)
+
+    @property
+    def constants(self) -> fused.Norm:
+        """Argument of `fused`."""
+        return fused.Norm(self.weight, self.eps, self.dtype, self.inverse is not None)
 
 
 class RotaryEmbedding(nn.Module):
@@ -107,6 +121,7 @@ class Attention(nn.Module):
         )  # completed by `_same_attention`
         self._fused = FusedProjections(base.q_proj, base.k_proj, base.v_proj)
         self._gated = base.q_proj.target.outputs == 2 * base.o_proj.target.inputs
+        self.kernels: fused.Kernels | None = None
 
     @override
     def forward(
@@ -117,13 +132,20 @@ class Attention(nn.Module):
         gate = None
         if self._gated:
             query, gate = (query[:, :, start::2] for start in (0, 1))  # each head's queries, then its gates
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = (apply_rotary(heads, *position_embeddings).transpose(1, 2) for heads in (query, key))
+        query, key = (
+            self._rotated(heads, norm, position_embeddings).transpose(1, 2)
+            for heads, norm in ((query, self.q_norm), (key, self.k_norm))
+        )
         attended = context.attend(self.layer, query, key, value.transpose(1, 2), self.rule)
         if gate is not None:
             attended = attended * gate.sigmoid()
         return self.o_proj(attended.flatten(2)), None
+
+    def _rotated(self, heads: Tensor, norm: nn.Module | None, tables: tuple[Tensor, Tensor]) -> Tensor:
+        """The heads [1, T, H, D], normed and rotated."""
+        if self.kernels is not None:
+            return fused.rotate(self.kernels, heads, tables, norm.constants if isinstance(norm, RMSNorm) else None)
+        return apply_rotary(heads if norm is None else norm(heads), *tables)
 
 
 class MLP(nn.Module):
@@ -133,11 +155,13 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = base.gate_proj, base.up_proj, base.down_proj
         self._fused = FusedProjections(base.gate_proj, base.up_proj)
+        self.kernels: fused.Kernels | None = None
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
         gate, up = self._fused(inputs)
-        return self.down_proj(silu_mul(gate, up).view(*inputs.shape[:-1], -1))
+        product = silu_mul(gate, up) if self.kernels is None else fused.silu_mul(self.kernels, gate, up)
+        return self.down_proj(product.view(*inputs.shape[:-1], -1))
 
 
 @torch.no_grad()
@@ -154,7 +178,7 @@ def replace_layers(base: BaseModel) -> BaseModel:
     for parent, name, module in replacements:
         setattr(parent, name, module)
     replaced = replace(base, float32_residual=True)
-    if _same_hidden_states(replaced, expected):
+    if same_hidden_states(replaced, expected):
         return replaced
     for parent, name, module in originals:
         setattr(parent, name, module)
@@ -170,7 +194,7 @@ def replace_layers_as(base: BaseModel, probe_base: BaseModel) -> BaseModel:
     body = base.body
     for parent in list(body.modules()):
         for name, child in list(parent.named_children()):
-            if name not in _NORMS and (module := _replacement(child)) is not None:
+            if name not in HEAD_NORMS and (module := _replacement(child)) is not None:
                 if isinstance(module, Attention):
                     module.rule = rules[0]
                 setattr(parent, name, module)
@@ -179,7 +203,8 @@ def replace_layers_as(base: BaseModel, probe_base: BaseModel) -> BaseModel:
     return replace(base, float32_residual=True)
 
 
-def _same_hidden_states(replaced: BaseModel, expected: Tensor) -> bool:
+def same_hidden_states(replaced: BaseModel, expected: Tensor) -> bool:
+    """Whether the model gives the hidden states of `probe`."""
     try:
         error = (probe(replaced) - expected).abs().mean() / expected.std().clamp(min=1e-6)
     except Exception:  # noqa: BLE001 - modules between the replacements may fail in any way on a float32 stream
@@ -197,7 +222,7 @@ def _replacements(base: BaseModel) -> Iterator[tuple[nn.Module, str, nn.Module]]
         (parent, name, _replacement(child))
         for parent in list(body.modules())
         for name, child in list(parent.named_children())
-        if name not in _NORMS  # replaced together with their attention
+        if name not in HEAD_NORMS  # replaced together with their attention
     ]
     replacements = [(parent, name, module) for parent, name, module in candidates if module is not None]
     mlps = sum(isinstance(module, MLP) for _, _, module in replacements)
@@ -274,8 +299,8 @@ def _replacement(module: nn.Module) -> nn.Module | None:
     """The replacement of one of transformers' modules, or None for other kinds."""
     children, kind = {name for name, _ in module.named_children()}, type(module).__name__
     linear = all(isinstance(child, LoraLinear) for name, child in module.named_children() if name.endswith("_proj"))
-    if children >= _ATTENTION and children - _ATTENTION <= _NORMS and linear:
-        per_head = all(_is_per_head(module.get_submodule(name), module.head_dim) for name in children & _NORMS)
+    if children >= _ATTENTION and children - _ATTENTION <= HEAD_NORMS and linear:
+        per_head = all(_is_per_head(module.get_submodule(name), module.head_dim) for name in children & HEAD_NORMS)
         return Attention(module) if per_head else None
     if children >= _MLP and children - _MLP <= {"act_fn"} and linear and _is_silu(module.act_fn):  # type: ignore[arg-type]
         return MLP(module)

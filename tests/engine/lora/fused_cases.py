@@ -1,0 +1,116 @@
+"""Shapes at which the fused kernels are compared and compiled: `python -m tests.engine.lora.fused_cases NAME`.
+
+Interpreted: odd widths, one number, zero and float32 weights, partial rotation, more heads than a program rotates.
+Compiled: widths of models, in bfloat16 over a float32 residual.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tinsmith.engine.lora.elementwise import choice, fused
+
+SHARED_MEMORY = 48 << 10
+"""Bytes of shared memory of a program on any GPU without a setting."""
+POINTERS = {"total": "*fp32", "inputs": "*fp32", "total_grad": "*fp32", "grad": "*fp32", "inverse_rms": "*fp32"}
+"""Types of arguments that are not bfloat16."""
+
+
+def norm(width: int, dtype: torch.dtype, weight_dtype: torch.dtype | None = None, *, zeros: bool = False) -> fused.Norm:
+    """A norm with random weights, some of which are zero if `zeros`."""
+    weight = torch.randn(width, generator=torch.Generator().manual_seed(9)).to(weight_dtype or dtype)
+    if zeros:
+        weight[::3] = 0
+    return fused.Norm(weight, 1e-6, dtype, not zeros)
+
+
+def check(kernels: fused.Kernels, dtype: torch.dtype) -> None:
+    """Raises ValueError unless the kernels equal PyTorch's operators."""
+    like = torch.empty(0, dtype=dtype)
+    for width in (2, 97, 128):
+        for zeros in (False, True):
+            choice.check_norm(kernels, norm(width, dtype, zeros=zeros))
+    choice.check_norm(kernels, norm(40, dtype, torch.float32))
+    for heads, rotary in (((3, 16), 16), ((5, 24), 24), ((3, 20), 6), ((33, 64), 64)):
+        for each in (None, norm(heads[1], dtype), norm(heads[1], dtype, zeros=True)):
+            choice.check_rotation(kernels, heads, each, rotary, like)
+    for width in (1, 7, 500):
+        choice.check_gate(kernels, width, like)
+
+
+def interpreted() -> None:
+    """Compare Triton's kernels in its interpreter."""
+    from tinsmith.engine.lora.elementwise import kernels
+
+    for dtype in (torch.float32, torch.bfloat16):
+        check(kernels, dtype)
+
+
+def compiled() -> None:
+    """Compile Triton's kernels for sm_80 and sm_90."""
+    for capability in (80, 90):
+        for kernel, constants in _variants():
+            _compile(kernel, constants, capability)
+
+
+def _variants() -> Iterator[tuple[Any, dict[str, Any]]]:
+    from tinsmith.engine.lora.elementwise import kernels
+
+    for width in (2560, 16384):
+        settings = kernels.row_settings(width)
+        yield kernels.add_norm_kernel, settings
+        yield kernels.add_norm_kernel, {"addition": None, "total": None, **settings}
+        yield kernels.add_norm_backward_kernel, {"FROM_OUTPUT": True, **settings}
+        yield kernels.add_norm_backward_kernel, {"FROM_OUTPUT": False, "addition_grad": None, **settings}
+    for shape, rotary in (((1, 32, 128), 128), ((1, 14, 64), 64), ((1, 16, 256), 64)):
+        _, settings = kernels.head_settings(torch.empty(shape), torch.empty(1, rotary))
+        yield kernels.rotate_kernel, {"DIRECTION": 1, **settings}
+        yield kernels.rotate_kernel, {"DIRECTION": -1, "weight": None, **settings}
+        yield kernels.rotate_backward_kernel, settings
+    _, settings = kernels.gate_settings(torch.empty(1))
+    yield kernels.silu_mul_kernel, settings
+    yield kernels.silu_mul_backward_kernel, settings
+
+
+def _compile(kernel: Any, constants: dict[str, Any], capability: int) -> None:
+    """Compile a kernel and assert that it spills no registers and fits shared memory."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    options = {"num_warps": constants["num_warps"]}
+    constants = {name: value for name, value in constants.items() if name not in options}
+    types = {name: _type(name) for name in kernel.arg_names if name not in constants}
+    aligned = {
+        (at,): [["tt.divisibility", 16]] for at, name in enumerate(kernel.arg_names) if types.get(name) != "fp32"
+    }
+    source = triton.compiler.ASTSource(
+        fn=kernel, signature={**types, **dict.fromkeys(constants, "constexpr")}, constexprs=constants, attrs=aligned
+    )
+    result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert result.metadata.shared <= SHARED_MEMORY
+    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(result.asm["ptx"])
+        file.flush()
+        target = re.findall(r"\.target (\w+)", result.asm["ptx"])[0]
+        command = [str(assembler), "-v", f"--gpu-name={target}", file.name, "-o", "/dev/null"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert re.findall(r"(\d+) bytes spill", report) == ["0", "0"], report
+
+
+def _type(name: str) -> str:
+    if name == "eps":
+        return "fp32"
+    return "i32" if name == "size" or name.endswith("stride") else POINTERS.get(name, "*bf16")
+
+
+if __name__ == "__main__":
+    {"interpreted": interpreted, "compiled": compiled}[sys.argv[1]]()

@@ -1,0 +1,124 @@
+"""Fused kernels: their gradients, the choice at load, and Triton's in its interpreter and compiled for two GPUs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.lora import fused_cases
+from tests.engine.lora.test_layers import loaded
+from tests.engine.plain_kernels import PlainKernels
+from tinsmith.engine.lora import fused_layers, layers
+from tinsmith.engine.lora.elementwise import choice
+from tinsmith.engine.model import self_check
+from tinsmith.engine.model.base_model import BaseModel
+
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None, reason="needs Triton: pip install --no-deps triton==3.6.0 (190 MB)"
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_functions_over_kernels_match_operators(dtype: torch.dtype) -> None:
+    fused_cases.check(PlainKernels(), dtype)
+
+
+@needs_triton
+def test_interpreted_kernels_equal_operators() -> None:
+    run("interpreted", TRITON_INTERPRET="1")
+
+
+@needs_triton
+def test_kernels_compile_for_ampere_and_hopper() -> None:
+    run("compiled")
+
+
+def run(name: str, **environment: str) -> None:
+    """In a process of its own, because Triton reads its environment when it is imported."""
+    command = [sys.executable, "-m", "tests.engine.lora.fused_cases", name]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def replaced(tiny: Callable[[str], Path]) -> BaseModel:
+    """A model whose layers are replaced."""
+    return layers.replace_layers(loaded(tiny("qwen3")))
+
+
+def use(base: BaseModel, kernels: PlainKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "kernels_on", lambda _: kernels)
+    fused_layers.use_kernels(base)
+
+
+def test_cpu_has_no_kernels(replaced: BaseModel) -> None:
+    fused_layers.use_kernels(replaced)
+    assert choice.kernels_on(replaced.device) is None
+    assert not any(isinstance(module, fused_layers.DecoderLayer) for module in replaced.body.modules())
+
+
+def test_kernels_of_equal_results_are_used(replaced: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = self_check.probe(replaced)
+    use(replaced, PlainKernels(), monkeypatch)
+    stack: Any = replaced.body.layers
+    assert all(isinstance(layer, fused_layers.DecoderLayer) for layer in stack)
+    torch.testing.assert_close(self_check.probe(replaced), before, rtol=1e-4, atol=1e-4)
+
+
+class WrongGate(PlainKernels):
+    def silu_mul_backward(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        gate_grad, up_grad = super().silu_mul_backward(grad, gate, up)
+        return gate_grad * 1.02, up_grad
+
+
+class WrongNorm(PlainKernels):
+    def add_norm(self, *inputs: Any) -> Any:
+        total, normed, inverse_rms = super().add_norm(*inputs)
+        return total, normed * 1.02, inverse_rms
+
+
+class WrongRotation(PlainKernels):
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        return super().rotate(heads, cos, -sin, weight, eps)
+
+
+class NotCompiled(PlainKernels):
+    def rotate(self, *_: Any) -> Tensor:
+        raise RuntimeError("no compiler")
+
+
+@pytest.mark.parametrize("kernels", [WrongGate, WrongNorm, WrongRotation, NotCompiled])
+def test_wrong_kernels_leave_model_as_it_was(
+    kernels: type[PlainKernels],
+    replaced: BaseModel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = self_check.probe(replaced)
+    with caplog.at_level(logging.WARNING):
+        use(replaced, kernels(), monkeypatch)
+    assert "Fused kernels do not work" in caplog.text
+    torch.testing.assert_close(self_check.probe(replaced), before, rtol=0, atol=0)
+    assert not any(isinstance(module, fused_layers.DecoderLayer) for module in replaced.body.modules())
+
+
+def test_layer_with_other_residual_keeps_its_form(replaced: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack: Any = replaced.body.layers
+    plain = stack[1].forward
+    stack[1].forward = lambda inputs, **settings: inputs + 0.95 * (plain(inputs, **settings) - inputs)
+    before = self_check.probe(replaced)
+    use(replaced, PlainKernels(), monkeypatch)
+    assert [isinstance(layer, fused_layers.DecoderLayer) for layer in stack] == [
+        number != 1 for number in range(len(stack))
+    ]
+    torch.testing.assert_close(self_check.probe(replaced), before, rtol=1e-4, atol=1e-4)
