@@ -1,7 +1,7 @@
 """`asyncio.wait_for` as of Python 3.12, for tests on Python 3.11, whose own loses cancellations.
 
 The SDK's `ServiceClient.close()` cancels tasks that wait in this way and waits for them, so that on 3.11 it rarely
-never returns (docs/pitfalls.md). tests/faults/test_closes.py tests that, with `ORIGINAL`.
+never returns (docs/not-learning.md). tests/faults/test_closes.py tests that, with `ORIGINAL`.
 """
 
 from __future__ import annotations

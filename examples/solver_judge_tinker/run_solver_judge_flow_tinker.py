@@ -69,7 +69,7 @@ async def main(words: argparse.Namespace) -> None:
     )
     ids = [str(number // words.attempts) for number in range(len(tasks))]
     report(await workflows.execute_tasks(tasks, ids), words.out)
-    with suppress(TimeoutError):  # on Python 3.11 close() rarely waits for ever (docs/pitfalls.md)
+    with suppress(TimeoutError):  # on Python 3.11 close() rarely waits for ever (docs/not-learning.md)
         async with asyncio.timeout(30):
             await service.close("success")
 

@@ -1,4 +1,4 @@
-"""The advantage of docs/guides/algorithms.md runs as it stands."""
+"""The advantage of docs/train/algorithms.md runs as it stands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from tests.rl.scripted_run import rows, run, settings
 from tinsmith.rl.algorithms.advantages.base import Trace
 
-PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "algorithms.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "train" / "algorithms.md").read_text()
 
 
 def test_advantage_of_the_page_trains(tmp_path, monkeypatch):

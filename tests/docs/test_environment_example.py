@@ -1,4 +1,4 @@
-"""The environment of docs/guides/environments.md runs as it stands; its mixture is that of examples/mixture.yaml."""
+"""The environment of docs/train/environments.md runs as it stands; its mixture is that of examples/mixture.yaml."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 from tests.rl.scripted_run import rows, run, settings
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "guides" / "environments.md").read_text()
+PAGE = (ROOT / "docs" / "train" / "environments.md").read_text()
 PARTS = [yaml.safe_load(part) for part in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
 
 

@@ -14,7 +14,7 @@ from tinsmith.rl.environments.introspection.ghost_trace import word_list
 from tinsmith.settings import read
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs" / "guides" / "introspection.md").read_text()
+GUIDE = (ROOT / "docs" / "research" / "introspection.md").read_text()
 
 
 def test_examples_of_the_guide_are_valid():

@@ -1,4 +1,4 @@
-"""Every example of docs/guides/workflows-and-rewards.md runs as it stands."""
+"""Every example of docs/train/rewards.md runs as it stands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 from tests.rl.scripted_run import rows, run, settings
 from tinsmith.rl.policy.scripted import ScriptedPolicy
 
-PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "workflows-and-rewards.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "train" / "rewards.md").read_text()
 FILES = re.findall(r"```python\n# my_plugins/(\w+\.py)\n(.*?)```", PAGE, re.DOTALL)
 PARTS = [part for part in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) if "plugins:" not in part]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'

@@ -11,8 +11,8 @@ import yaml
 
 from tinsmith.rl.config import RunConfig
 
-GUIDES = Path(__file__).parents[2] / "docs" / "guides"
-NAMES = ("runs", "data", "evaluation", "algorithms", "monitors")
+GUIDES = Path(__file__).parents[2] / "docs" / "train"
+NAMES = ("run-files", "data", "evaluation", "algorithms", "watching")
 BASE: dict[str, Any] = {
     "model": {"name": "m"},
     "tasks": {"train": {"type": "addition"}, "eval": {"sums": {"type": "addition"}, "gsm8k": {"type": "addition"}}},

@@ -26,9 +26,9 @@ from tests.service.support.databases import free_port
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [
     DOCS / "quickstart.md",
-    DOCS / "from-rllm.md",
+    DOCS / "from" / "rllm.md",
     DOCS / "reference" / "api.md",
-    DOCS / "guides" / "rllm-python.md",
+    DOCS / "from" / "rllm-python.md",
     *sorted((DOCS / "tutorials").glob("*.md")),
 ]
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -80,7 +80,7 @@ def _check_images(run: RunConfig) -> None:
         if (field := image_field(stage)) and takes_images(stage) is False:
             raise ConfigError(
                 f"The tasks have images in their field {field!r}, and the model {stage.model.name} takes none.",
-                "Use a vision-language model (docs/guides/images.md), or remove images from the source.",
+                "Use a vision-language model (docs/train/images.md), or remove images from the source.",
             )
 
 

@@ -22,7 +22,7 @@ from tinsmith.settings import Settings, build, read_values
 
 Overrides = Annotated[
     str,
-    Parameter(help="Further settings, such as cache_tokens=65536: docs/guides/service.md.", allow_leading_hyphen=False),
+    Parameter(help="Further settings, such as cache_tokens=65536: docs/serve/service.md.", allow_leading_hyphen=False),
 ]
 
 

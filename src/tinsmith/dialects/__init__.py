@@ -92,7 +92,7 @@ DIALECTS = (
     ),
     Dialect(
         name=trinity.NAME,
-        guide="docs/guides/trinity.md",
+        guide="docs/from/trinity.md",
         schema=TrinityFile,
         stage_keys=trinity.STAGE_KEYS,
         recognizes=trinity.recognizes,

@@ -44,7 +44,7 @@ FORMATS = (
             "env_dir_path", "endpoint", "ablation", "model=text",
         ),
         unless=(*_READ, "envs", "model_name_or_path", "source", "orchestrator"),
-        fix="An environment of verifiers is an entry of environments (docs/guides/verifiers.md). ",
+        fix="An environment of verifiers is an entry of environments (docs/from/verifiers.md). ",
     ),
     UnreadFormat(
         name="prime-rl",

@@ -89,7 +89,7 @@ class ServeConfig(EngineOptions):
     """Have clients compress forward_backward bodies with zstd. Default: yes, unless `host` is a loopback address."""
 
     shadows: int = Field(default=256, ge=0)
-    """Maximum number of shadow models of a tenant (docs/guides/shadow.md)."""
+    """Maximum number of shadow models of a tenant (docs/research/shadow.md)."""
 
     shadow_bytes: int = Field(default=8 << 30, ge=0)
     """Memory that the shadow models of a tenant may take, each as after its first step."""

@@ -1,1 +1,1 @@
-"""Run files of minds_RL (docs/guides/minds.md)."""
+"""Run files of minds_RL (docs/from/minds.md)."""

@@ -28,7 +28,7 @@ from tinsmith.rl.plugins import Names
 from tinsmith.settings import build
 
 NAME = "minds_RL"
-GUIDE = "docs/guides/minds.md"
+GUIDE = "docs/from/minds.md"
 
 LOSSES: Mapping[str, Mapping[str, Any]] = {
     "importance_sampling": {"type": "importance_sampling"},

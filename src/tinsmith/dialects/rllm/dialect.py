@@ -35,7 +35,7 @@ from tinsmith.rl.plugins import Names
 from tinsmith.settings import build
 
 NAME = "rLLM"
-GUIDE = "docs/guides/rllm.md"
+GUIDE = "docs/from/rllm-files.md"
 CONFIGS: Mapping[str, type[Section]] = {"tinker_rl_trainer": RllmFile, "unified": UnifiedFile}
 """Name of a configuration in Hydra -> its keys."""
 

@@ -280,7 +280,7 @@ class _UnsupportedWorkflows:
     fix: str
 
 
-_OWN_CODE = "and name it as FILE.NAME, with --plugin-dir: docs/guides/trinity.md#code-of-your-own."
+_OWN_CODE = "and name it as FILE.NAME, with --plugin-dir: docs/from/trinity.md#code-of-your-own."
 _UNSUPPORTED_WORKFLOWS = (
     _UnsupportedWorkflows(
         ("agentscope", "as_react", "react", "search", "tool_call"),

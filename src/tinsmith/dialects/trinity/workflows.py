@@ -32,7 +32,7 @@ from tinsmith.rl.plugins import Names, import_object
 from tinsmith.rl.workflows.multi_turn import Environment
 
 Settings = dict[str, Any]
-_OWN_CODE = "Code of your own needs --plugin-dir: docs/guides/trinity.md."
+_OWN_CODE = "Code of your own needs --plugin-dir: docs/from/trinity.md."
 _IMPORT_FIX = "Set --plugin-dir to its folder, or install its package."
 
 

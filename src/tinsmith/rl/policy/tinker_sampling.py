@@ -232,7 +232,7 @@ async def load_chat(config: ModelConfig, client: tinker.TrainingClient, served_i
         refusal = Unsupported(
             f"The server takes no images for {config.name}.",
             "Serve a vision-language model, on the fast path and not in 4 bits, from a folder with its "
-            "preprocessor_config.json (docs/guides/images.md), or remove the images.",
+            "preprocessor_config.json (docs/train/images.md), or remove the images.",
         )
         return Chat(tokenizer, template, config.chat_template_values, refusal)
     return await _own_chat(tokenizer, template, config.chat_template_values)

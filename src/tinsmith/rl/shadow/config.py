@@ -45,7 +45,7 @@ class StepParams:
 class ShadowConfig(Settings):
     """Shadow steps: by how much one optimizer step on a text would change the logprobs of probes.
 
-    Used only by environments and workflows that need them, such as gradient_intuition (docs/guides/shadow.md).
+    Used only by environments and workflows that need them, such as gradient_intuition (docs/research/shadow.md).
     """
 
     method: Method = "auto"

@@ -160,7 +160,7 @@ def _datum(where: str, datum: pb.Datum, *, as_sent: bool) -> Datum:
     if routed is not None and (routed.dtype != np.int64 or routed.ndim != 2):
         raise BadRequest(
             f"{where}.{ROUTED_EXPERTS} is {routed.dtype.name} of shape {list(routed.shape)}.",
-            "Send int64 words, one row for each token (docs/guides/models.md).",
+            "Send int64 words, one row for each token (docs/serve/models.md).",
         )
     tokens, images = join_chunks(f"{where}.model_input", chunks, total=len(targets))
     return Datum(

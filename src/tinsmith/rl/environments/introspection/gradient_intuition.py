@@ -5,7 +5,7 @@ and predicts by how much one step of training on this answer would change the lo
 
     reward = reward of the answer in the other environment + alpha * score of the prediction
 
-The true change is measured by a shadow step (docs/guides/shadow.md). It starts from the version of the policy that
+The true change is measured by a shadow step (docs/research/shadow.md). It starts from the version of the policy that
 sampled the reply; it trains on the task's prompt and the answer in the chat template, with the loss on the answer only.
 All rollouts of a group have one task and the same probes.
 """
