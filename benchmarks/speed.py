@@ -12,15 +12,14 @@ import importlib
 import json
 import logging
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import table
+from benchmarks.apart import run_apart
 from benchmarks.comparison import Line, Setting
 
 PARTS = {
@@ -88,19 +87,14 @@ def _arguments() -> argparse.Namespace:
 
 def _apart(part: str, arguments: argparse.Namespace) -> list[Line] | None:
     """One part in a child process; None if it failed or did not end in time."""
-    with tempfile.TemporaryDirectory() as scratch:
-        into = Path(scratch) / "lines.json"
-        command = [sys.executable, "-m", "benchmarks.speed", "--only", part, "--into", str(into)]
-        command += ["--model", arguments.model, "--threads", str(arguments.threads), "--turns", str(arguments.turns)]
-        command += ["--dtype", arguments.dtype]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
-        try:
-            done = subprocess.run(command, env=environment, check=False, timeout=PART_S)
-        except subprocess.TimeoutExpired:
-            return None
-        if done.returncode or not into.is_file():
-            return None
-        return [Line(**line) for line in json.loads(into.read_text())]
+    command = [sys.executable, "-m", "benchmarks.speed", "--only", part, "--dtype", arguments.dtype]
+    command += ["--model", arguments.model, "--threads", str(arguments.threads), "--turns", str(arguments.turns)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
+    ending = run_apart(lambda file: [*command, "--into", str(file)], PART_S, environment=environment)
+    if ending.result is None or ending.error:
+        print(f"{part}: {ending.error}", file=sys.stderr, flush=True)
+        return None
+    return [Line(**line) for line in json.loads(ending.result)]
 
 
 def _measure(arguments: argparse.Namespace) -> None:

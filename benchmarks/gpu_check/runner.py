@@ -7,16 +7,12 @@ outcome that says how it ended.
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from benchmarks.apart import run_apart
 from benchmarks.gpu_check.shapes import Size
 from benchmarks.gpu_check.step import Outcome, Step
 
@@ -80,22 +76,8 @@ def done(file: Path) -> set[int]:
 
 
 def _run(step: Step, command: Callable[[Step, Path], Sequence[str]], limit_s: float) -> Outcome:
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "outcome.json"
-        # A session of its own, so that processes which the step has started are killed with it.
-        child = subprocess.Popen(
-            command(step, file), stdout=sys.stderr, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
-        try:
-            _, log = child.communicate(timeout=limit_s)
-            reason = f"the process ended with exit status {child.returncode}"
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            _, log = child.communicate()
-            reason = f"the step was killed after its limit of {limit_s:.0f} s"
-        if file.is_file():
-            return Outcome(**json.loads(file.read_text()))
-    taken = round(time.monotonic() - began, 3)
-    error = f"{log[-ERROR_CHARACTERS:]}\n{reason}"
-    return Outcome(step=step.number, name=step.name, ok=False, seconds=taken, error=error)
+    ending = run_apart(lambda file: command(step, file), limit_s, captures=True)
+    if ending.result is not None:
+        return Outcome(**json.loads(ending.result))
+    error = f"{ending.log[-ERROR_CHARACTERS:]}\n{ending.error}"
+    return Outcome(step=step.number, name=step.name, ok=False, seconds=round(ending.seconds, 3), error=error)

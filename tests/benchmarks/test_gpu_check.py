@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_check import report, runner
+from benchmarks.gpu_check import card, report, runner
 from benchmarks.gpu_check.shapes import REAL, Size
 from benchmarks.gpu_check.step import Mark, Outcome, Step
 from benchmarks.gpu_check.steps import STEPS
@@ -55,6 +56,20 @@ def test_steps_go_on_after_failure_hang_and_kill(tmp_path: Path) -> None:
     assert "exit status -9" in outcomes[2].error
     assert [json.loads(line)["name"] for line in into.read_text().splitlines()] == list(FAKE)
     assert runner.done(into) == {3}
+
+
+def test_variants_of_a_head_group_are_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo's limit is for one model. To break it: leave out `reset` in `packed_attention`."""
+    calls = list[object]()
+    monkeypatch.setattr(card.torch._dynamo, "reset", lambda: calls.append("reset"))
+
+    def attend(_: Size, group: int, *others: object) -> tuple[float, float]:
+        calls.append(group)
+        return 0.0, 0.0
+
+    monkeypatch.setattr(card, "_attend", attend)
+    card.packed_attention(Size(tiny=True))
+    assert [call for call, _ in itertools.groupby(calls)] == ["reset", 1, "reset", 4]
 
 
 def test_no_step_begins_after_the_deadline(tmp_path: Path) -> None:

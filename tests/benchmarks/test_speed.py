@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import table
+from benchmarks import speed, table
 from benchmarks.comparison import Comparison, Line, Setting, rotate
 from benchmarks.engine_driver import EngineDriver
 from benchmarks.parts import agreement, sharing, switching, tenants, training, vllm
@@ -47,6 +49,18 @@ def test_results_of_other_parts_are_preserved(tmp_path: Path):
     text = results.with_suffix(".md").read_text()
     assert text.index("first") < text.index("second")
     assert results.with_suffix(".png").is_file()
+
+
+@pytest.mark.parametrize("program", ["raise SystemExit(3)", "pass", "while True: pass"])
+def test_part_that_gives_no_lines_fails(program: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+    """A part that ends, ends without a result, or takes too long."""
+    arguments = argparse.Namespace(dtype="float32", model="m", threads=1, turns=1)
+    monkeypatch.setattr(speed, "PART_S", 1.0 if program.startswith("while") else 100.0)
+    run_apart = speed.run_apart
+    monkeypatch.setattr(speed, "run_apart", lambda _, *args, **options: run_apart(
+        lambda _: [sys.executable, "-c", program], *args, **options))  # fmt: skip
+    assert speed._apart("memory", arguments) is None
+    assert "memory: the process " in capfd.readouterr().err
 
 
 def test_flops_are_two_per_weight_and_position(tiny_llama: Path):
