@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.architectures import save_tiny
+from tests.engine.model.test_precision import NoFloatCumsum
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, SampleRequest, SampleResult
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.model.hybrid import gated_delta_net, states
@@ -86,6 +87,24 @@ def data(seed: int) -> list[Datum]:
 
 def request(model_id: str, seed: int) -> Pass:
     return Pass(model_id=model_id, data=tuple(data(seed)), loss_fn="cross_entropy", loss_config={}, forward_only=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_deterministic_hybrid_calls_no_float_cumsum(hybrid: Callable[..., Any], wait: Wait, kind: str, model_id: str):
+    """GPUs have no deterministic kernel for it. To break it: `Tensor.cumsum` in place of `cumulative_sum` in
+    `chunk_rule`."""
+    engine = hybrid(kind, deterministic=True)
+    with NoFloatCumsum():
+        wait(engine.create(model_id, LoraSpec(rank=4, seed=0)))
+        (result,) = wait(engine.run([request(model_id, 0)]))
+        assert not isinstance(result, Exception)
+        wait(engine.step(model_id, ADAM))
+        wait(engine.capture(model_id, model_id))
+        drawn = SampleRequest(
+            request_id="r", version=model_id, prompt=tokens(1, 70), num_samples=2, max_tokens=3, seed=1, top_p=0.9
+        )
+        assert all(each.tokens.size for each in wait(engine.sample(drawn)).sequences)
+    wait(engine.drop(model_id))
 
 
 def trained(engine: Any, wait: Wait, model_id: str, seed: int, rank: int = 4) -> str:

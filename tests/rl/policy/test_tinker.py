@@ -17,8 +17,12 @@ from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.rl import algorithms
 from tinsmith.rl.algorithms import AlgorithmConfig
 from tinsmith.rl.optimizer import OptimizerConfig
+from tinsmith.rl.policy import tinker as tinker_policy
+from tinsmith.rl.policy import tinker_sampling
 from tinsmith.rl.policy.base import ModelConfig, SamplingConfig, Update
+from tinsmith.rl.policy.sdk import Capabilities
 from tinsmith.rl.policy.tinker import TinkerPolicy
+from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients
 from tinsmith.rl.types import Group, Message, Rollout, Task
 from tinsmith.rl.updates.metrics import update_metrics
 from tinsmith.service.config import ServeConfig
@@ -27,6 +31,8 @@ from tinsmith.service.embedded import embedded
 PROMPT = (Message(role="user", content="What is 39 + 13?"),)
 SAMPLING = SamplingConfig(max_tokens=5)
 MODEL = ModelConfig(name="tiny", rank=4)
+NAMES = ("tiny", "second")
+"""Of the same base model."""
 T = TypeVar("T")
 
 
@@ -34,7 +40,9 @@ T = TypeVar("T")
 def served(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """Address and key of a service with the fake engine."""
     data = tmp_path_factory.mktemp("served")
-    with embedded(ServeConfig(models=(f"tiny={tiny_llama}",), engine="fake", data=data)) as address:
+    with embedded(
+        ServeConfig(models=tuple(f"{name}={tiny_llama}" for name in NAMES), engine="fake", data=data)
+    ) as address:
         yield address
 
 
@@ -244,6 +252,34 @@ def test_client_loss_trains_with_equal_logprobs(served):
     assert updated.metrics["kl"] == pytest.approx(0.0, abs=1e-5)  # a fresh adapter is the reference
     for row, logprobs in zip(rows, updated.logprobs, strict=True):
         np.testing.assert_allclose(logprobs[row.mask], row.logprobs[row.mask], atol=1e-5)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_model_on_the_general_path_is_a_warning_at_start(
+    trains: bool, served: tuple[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Of a model that is trained or only sampled, and of a second one. To break it: leave out `warn` in `connect` of
+    TinkerSamplingClients."""
+
+    async def slow(*_: str) -> Capabilities:
+        return Capabilities(general_path_faults={"tiny": "no kernel", "second": "no kernel here either"})
+
+    async def main() -> None:
+        if trains:
+            policy = await TinkerPolicy.connect(MODEL, *served, seed=1)
+        else:
+            policy = await TinkerSamplingClients.connect(MODEL, *served)
+        for name in ("tiny", "second", "second"):
+            await policy.open_model(name)
+        await policy.close()
+
+    for module in (tinker_policy, tinker_sampling):
+        monkeypatch.setattr(module, "capabilities", slow)
+    asyncio.run(main())
+    assert [message for message in caplog.messages if "slower here" in message] == [
+        "tiny is several times slower here than on the engine's fast path: no kernel",
+        "second is several times slower here than on the engine's fast path: no kernel here either",
+    ]
 
 
 def test_server_extensions_are_detected_and_used(served):

@@ -22,7 +22,7 @@ from tinsmith.rl.policy.base import AuxiliaryAdapter, CheckpointInfo, ModelConfi
 from tinsmith.rl.policy.chat import Chat
 from tinsmith.rl.policy.queue_notice import QueueNotice
 from tinsmith.rl.policy.router_replay import SESSION_METADATA, RoutedExperts, check_routers
-from tinsmith.rl.policy.sdk import adam_params, capabilities, open_session, translate_errors
+from tinsmith.rl.policy.sdk import Capabilities, adam_params, capabilities, open_session, translate_errors
 from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients, TinkerSnapshot, load_chat
 from tinsmith.rl.policy.training_rows import TrainingRow
@@ -97,15 +97,15 @@ class TinkerPolicy(Policy):
         chat: Chat,
         version: int,
         config: ModelConfig,
-        server_extensions: frozenset[str],
+        server: Capabilities,
         address: tuple[str, str],
         watch: ServerWatch,
     ) -> None:
         self._service, self._rest, self._client, self._chat = service, rest, client, chat
         experts = None if config.router_replay == "none" else RoutedExperts(*address)
-        self._sampling = TinkerSamplingClients(service, chat, config.name, watch, experts)
+        self._sampling = TinkerSamplingClients(service, chat, config.name, watch, experts, server)
         self.watch, self._router_replay = watch, config.router_replay
-        self._version, self._base_model, self._extensions = version, config.name, server_extensions
+        self._version, self._base_model, self._extensions = version, config.name, server.extensions
         self._snapshot: TinkerSnapshot | None = None
         self._saving: Awaitable[tinker.SamplingClient] | None = None
         """Sampling client of the current version, requested together with its update."""
@@ -148,7 +148,7 @@ class TinkerPolicy(Policy):
             server = await capabilities(*address)
             server.warn(config.name)
             chat = await load_chat(config, client, server.images.get(config.name))
-            return cls(service, rest, client, chat, version, config, server.extensions, address, watch)
+            return cls(service, rest, client, chat, version, config, server, address, watch)
 
     @property
     @override

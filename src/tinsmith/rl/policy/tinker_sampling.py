@@ -26,7 +26,7 @@ from tinsmith.rl.policy.chat import Chat, read_template
 from tinsmith.rl.policy.images import ImageEncoder, model_input
 from tinsmith.rl.policy.queue_notice import QueueNotice
 from tinsmith.rl.policy.router_replay import SESSION_METADATA, RoutedExperts, check_routers
-from tinsmith.rl.policy.sdk import capabilities, end_session, open_session, translate_errors
+from tinsmith.rl.policy.sdk import Capabilities, capabilities, end_session, open_session, translate_errors
 from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.rl.types import EncodedPrompt, Tokens, Turn
 
@@ -129,10 +129,12 @@ class TinkerSamplingClients(SamplingClients):
         base_model: str,
         watch: ServerWatch,
         experts: RoutedExperts | None = None,
+        server: Capabilities = Capabilities(),  # noqa: B008 - frozen
     ) -> None:
-        """`experts`: where the routed experts of samples are fetched, if they are recorded."""
+        """`experts`: where the routed experts of samples are fetched, if they are recorded. `server`: what the server
+        says of itself, which is logged if it speaks against a base model that is opened."""
         self._service, self._chat, self._base_model, self.watch = service, chat, base_model, watch
-        self._experts = experts
+        self._experts, self._server = experts, server
         self._peers: dict[str, TinkerSnapshot] = {}
 
     @classmethod
@@ -155,8 +157,9 @@ class TinkerSamplingClients(SamplingClients):
             client = await watch.persist(lambda: service.create_lora_training_client(config.name, rank=1))
             experts = RoutedExperts(base_url, api_key) if routed else None
             server = await capabilities(base_url, api_key)
+            server.warn(config.name)
             chat = await load_chat(config, client, server.images.get(config.name))
-            return cls(service, chat, config.name, watch, experts)
+            return cls(service, chat, config.name, watch, experts, server)
 
     @property
     @override
@@ -172,6 +175,8 @@ class TinkerSamplingClients(SamplingClients):
                 same_base = name.startswith("tinker://") or name == self._base_model
                 chat = self._chat if same_base else await _own_chat(await load_tokenizer(self._service, name, client))
             self._peers[name] = TinkerSnapshot(client, chat, 0, self)
+            if name != self._base_model:
+                self._server.warn(name)
         return self._peers[name]
 
     async def _open(self, name: str) -> tinker.SamplingClient:

@@ -16,7 +16,7 @@ from tinsmith.plurals import counted
 from tinsmith.rl.policy.base import Prompt, SamplingConfig
 from tinsmith.rl.policy.chat import Chat
 from tinsmith.rl.policy.chat_session import ChatSession
-from tinsmith.rl.policy.sdk import check_reachable, end_session, translate_errors
+from tinsmith.rl.policy.sdk import capabilities, check_reachable, end_session, translate_errors
 from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients, TinkerSnapshot, load_tokenizer
 from tinsmith.rl.policy.wrapper import SnapshotWrapper
@@ -141,6 +141,8 @@ class TinkerEngine(SnapshotEngine):
         url = self._base_url or os.environ.get("TINKER_BASE_URL", "")
         if url:
             await check_reachable(url)
+            key = self._api_key or os.environ.get("TINKER_API_KEY", "")
+            (await capabilities(url, key)).warn(self.model_name)
         options = {"base_url": url or None, "api_key": self._api_key}
         arguments: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         return await asyncio.to_thread(tinker.ServiceClient, **arguments)
