@@ -58,7 +58,7 @@ def test_steps_go_on_after_failure_hang_and_kill(tmp_path: Path) -> None:
     assert runner.done(into) == {3}
 
 
-def test_variants_of_a_head_group_are_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_head_group_compiles_its_own_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo's limit is for one model. To break it: leave out `reset` in `packed_attention`."""
     calls = list[object]()
     monkeypatch.setattr(card.torch._dynamo, "reset", lambda: calls.append("reset"))
