@@ -16,8 +16,8 @@ PARTS = [yaml.safe_load(part) for part in re.findall(r"```yaml\n(.*?)```", PAGE,
 
 
 def test_environment_of_the_page_trains(tmp_path, monkeypatch):
-    ((name, code),) = re.findall(r"```python\n# my_plugins/(\w+\.py)\n(.*?)```", PAGE, re.DOTALL)
-    (part,) = [part for part in PARTS if "plugins" in part]
+    ((name, code),) = re.findall(r"```python\n# my_plugins/(parity\.py)\n(.*?)```", PAGE, re.DOTALL)
+    (part,) = [part for part in PARTS if "plugins" in part and "environments" in part]
     (tmp_path / "my_plugins").mkdir()
     (tmp_path / "my_plugins" / name).write_text(code)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Every example of docs/train/rewards.md runs as it stands."""
+"""Every example of docs/train/rewards.md and docs/train/environments.md runs as it stands."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ import yaml
 from tests.rl.scripted_run import rows, run, settings
 from tinsmith.rl.policy.scripted import ScriptedPolicy
 
-PAGE = (Path(__file__).parents[2] / "docs" / "train" / "rewards.md").read_text()
+TRAIN = Path(__file__).parents[2] / "docs" / "train"
+PAGE = "".join((TRAIN / name).read_text() for name in ("rewards.md", "environments.md"))
 FILES = re.findall(r"```python\n# my_plugins/(\w+\.py)\n(.*?)```", PAGE, re.DOTALL)
-PARTS = [part for part in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) if "plugins:" not in part]
+PARTS = [
+    part for part in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) if re.search("^(workflow|rewards):", part, re.M)
+]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
 
 
@@ -80,7 +83,7 @@ def test_judge_example_is_a_valid_config(tmp_path):
 
 
 def test_page_has_each_kind_of_example():
-    assert len(FILES) == 5
+    assert len(FILES) == 6
     assert len(PARTS) == 6
 
 

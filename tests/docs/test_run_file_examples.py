@@ -12,7 +12,7 @@ import yaml
 from tinsmith.rl.config import RunConfig
 
 GUIDES = Path(__file__).parents[2] / "docs" / "train"
-NAMES = ("run-files", "data", "evaluation", "algorithms", "watching")
+NAMES = ("run-files", "data", "steps", "evaluation", "algorithms", "watching")
 BASE: dict[str, Any] = {
     "model": {"name": "m"},
     "tasks": {"train": {"type": "addition"}, "eval": {"sums": {"type": "addition"}, "gsm8k": {"type": "addition"}}},

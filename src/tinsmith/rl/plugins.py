@@ -3,7 +3,7 @@
 `plugins: FOLDER` in a run file imports every .py file of the folder before the rest of the file is validated. An object
 decorated with `@workflow("name")`, `@reward("name")`, `@advantage("name")` or `@environment("name")` is then a type of
 that name; any importable object is `{type: custom, path: "module:attribute", args: {…}}`.
-docs/train/rewards.md, algorithms.md and environments.md say what can be decorated.
+docs/train/environments.md, rewards.md and algorithms.md say what can be decorated.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def _module(file: Path) -> ModuleType:
         del sys.modules[name]
         fix = "Install it."
         if (error.name or "").split(".")[0] == "trinity":
-            fix = "Trinity's own classes are not available; port them by docs/train/rewards.md."
+            fix = "Trinity's own classes are not available; port them by docs/train/environments.md."
         raise ConfigError(f"plugins: {file} imports {error.name}, which is not installed.", fix) from error
     except Exception as error:
         del sys.modules[name]

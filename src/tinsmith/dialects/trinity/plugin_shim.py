@@ -2,7 +2,7 @@
 
 While plugin files are imported, `trinity` and all its submodules offer three names: `RewardFn` to derive from,
 `REWARD_FUNCTIONS` to register with, and `get_logger`. A registered class becomes a reward of that name. Importing any
-other name is an error: Trinity's workflows are functions here (docs/train/rewards.md).
+other name is an error: Trinity's workflows are functions here (docs/train/environments.md).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _ShimModule(ModuleType):
             raise AttributeError(name)
         raise ImportError(
             f"{self.__name__}.{name} is not available: a plugin can use Trinity's RewardFn and REWARD_FUNCTIONS. "
-            "Write a workflow as a function: docs/train/rewards.md"
+            "Write a workflow as a function: docs/train/environments.md"
         )
 
 

@@ -19,7 +19,7 @@ from tinsmith.settings import Needs, Settings
 
 
 class UpdatesConfig(Settings):
-    """Optimizer steps of each batch. The batch of a step is divided by groups: docs/train/updates.md."""
+    """Optimizer steps of each batch. The batch of a step is divided by groups: docs/train/steps.md."""
 
     minibatches: int = Field(default=1, ge=1)
     """Minibatches of a batch, each with an optimizer step of its own. They have equally many groups, or one more."""

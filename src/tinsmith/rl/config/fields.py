@@ -81,7 +81,7 @@ class RunSettings(Settings):
     """Environments to train and evaluate on, each with its own tasks, workflow, rewards and sampling, in place of
     `tasks`, `workflow` and `rewards` (docs/train/environments.md)."""
     plugins: str = ""
-    """A folder of Python files with workflows and rewards of your own (docs/train/rewards.md). Relative
+    """A folder of Python files with workflows and rewards of your own (docs/train/environments.md). Relative
     to the run file, or else, and on the command line, to the working directory."""
     rewards: tuple[RewardConfig, ...] = ()
     """Reward functions. The reward is their weighted sum plus the workflow's own reward. Not needed with a teacher
