@@ -36,11 +36,7 @@ class PlainKernels:
         scale = inverse_rms[:, None]
         total = saved.float() / weight.float() / scale if from_output else saved.float()
         eps = scale.square().reciprocal() - total.square().mean(-1, keepdim=True)
-
-        def normed(total: Tensor) -> Tensor:
-            return total * (total.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()
-
-        grad = _gradients(normed, normed_grad.float(), total)[0]
+        grad = _gradients(lambda total: _normed(total, weight, eps), normed_grad.float(), total)[0]
         grad = grad if total_grad is None else grad + total_grad
         return grad.to(dtype), None if addition_dtype is None else grad.to(addition_dtype)
 
@@ -61,10 +57,26 @@ class PlainKernels:
         gate_grad, up_grad = _gradients(_gated, grad.float(), gate.float(), up.float())
         return gate_grad.to(gate.dtype), up_grad.to(up.dtype)
 
+    def gated_norm(self, inputs: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _gated_norm(weight, eps)(inputs.float(), gate.float()).to(gate.dtype)
+
+    def gated_norm_backward(
+        self, grad: Tensor, inputs: Tensor, gate: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        grads = _gradients(_gated_norm(weight, eps), grad.float(), inputs.float(), gate.float())
+        return grads[0].to(inputs.dtype), grads[1].to(gate.dtype)
+
+
+def _gated_norm(weight: Tensor, eps: float) -> Callable[..., Tensor]:
+    return lambda inputs, gate: _gated(gate, _normed(inputs, weight, eps))
+
+
+def _normed(inputs: Tensor, weight: Tensor, eps: float | Tensor) -> Tensor:
+    return inputs * (inputs.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()
+
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    if weight is not None:
-        heads = heads * (heads.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()
+    heads = heads if weight is None else _normed(heads, weight, eps)
     return apply_rotary(heads, cos.float()[:, None], sin.float()[:, None])
 
 

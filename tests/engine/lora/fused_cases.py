@@ -15,35 +15,44 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tinsmith.engine.lora.elementwise import choice, fused
 
 SHARED_MEMORY = 48 << 10
 """Bytes of shared memory of a program on any GPU without a setting."""
-POINTERS = {"total": "*fp32", "inputs": "*fp32", "total_grad": "*fp32", "grad": "*fp32", "inverse_rms": "*fp32"}
+POINTERS = {
+    "total": "*fp32",
+    "inputs": "*fp32",
+    "total_grad": "*fp32",
+    "grad": "*fp32",
+    "inputs_grad": "*fp32",
+    "inverse_rms": "*fp32",
+}
 """Types of arguments that are not bfloat16."""
 
 
-def norm(width: int, dtype: torch.dtype, weight_dtype: torch.dtype | None = None, *, zeros: bool = False) -> fused.Norm:
+def norm(like: Tensor, width: int, weight_dtype: torch.dtype | None = None, *, zeros: bool = False) -> fused.Norm:
     """A norm with random weights, some of which are zero if `zeros`."""
-    weight = torch.randn(width, generator=torch.Generator().manual_seed(9)).to(weight_dtype or dtype)
+    weight = torch.randn(width, generator=torch.Generator().manual_seed(9)).to(like.device, weight_dtype or like.dtype)
     if zeros:
         weight[::3] = 0
-    return fused.Norm(weight, 1e-6, dtype, not zeros)
+    return fused.Norm(weight, 1e-6, like.dtype, not zeros)
 
 
-def check(kernels: fused.Kernels, dtype: torch.dtype) -> None:
-    """Raises ValueError unless the kernels equal PyTorch's operators."""
-    like = torch.empty(0, dtype=dtype)
+def check(kernels: fused.Kernels, like: Tensor) -> None:
+    """Raises ValueError unless the kernels equal PyTorch's operators, with the dtype and device of `like`."""
     for width in (2, 97, 128):
         for zeros in (False, True):
-            choice.check_norm(kernels, norm(width, dtype, zeros=zeros))
-    choice.check_norm(kernels, norm(40, dtype, torch.float32))
+            choice.check_norm(kernels, norm(like, width, zeros=zeros))
+    choice.check_norm(kernels, norm(like, 40, torch.float32))
     for heads, rotary in (((3, 16), 16), ((5, 24), 24), ((3, 20), 6), ((33, 64), 64)):
-        for each in (None, norm(heads[1], dtype), norm(heads[1], dtype, zeros=True)):
+        for each in (None, norm(like, heads[1]), norm(like, heads[1], zeros=True)):
             choice.check_rotation(kernels, heads, each, rotary, like)
     for width in (1, 7, 500):
         choice.check_gate(kernels, width, like)
+    for width in (2, 20, 128):
+        choice.check_gated_norm(kernels, norm(like, width, zeros=True).weight, 1e-6, like.dtype)
 
 
 def interpreted() -> None:
@@ -51,7 +60,7 @@ def interpreted() -> None:
     from tinsmith.engine.lora.elementwise import kernels
 
     for dtype in (torch.float32, torch.bfloat16):
-        check(kernels, dtype)
+        check(kernels, torch.empty(0, dtype=dtype))
 
 
 def compiled() -> None:
@@ -78,6 +87,9 @@ def _variants() -> Iterator[tuple[Any, dict[str, Any]]]:
     _, settings = kernels.gate_settings(torch.empty(1))
     yield kernels.silu_mul_kernel, settings
     yield kernels.silu_mul_backward_kernel, settings
+    _, settings = kernels.rows_settings(torch.empty(1, 128))
+    yield kernels.gated_norm_kernel, settings
+    yield kernels.gated_norm_backward_kernel, settings
 
 
 def _compile(kernel: Any, constants: dict[str, Any], capability: int) -> None:
@@ -109,7 +121,7 @@ def _compile(kernel: Any, constants: dict[str, Any], capability: int) -> None:
 def _type(name: str) -> str:
     if name == "eps":
         return "fp32"
-    return "i32" if name == "size" or name.endswith("stride") else POINTERS.get(name, "*bf16")
+    return "i32" if name in ("size", "rows") or name.endswith("stride") else POINTERS.get(name, "*bf16")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ equal PyTorch's operators on this GPU leaves the model as `layers` made it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from typing_extensions import override
 from tinsmith.engine.lora import layers
 from tinsmith.engine.lora.elementwise import choice, fused
 from tinsmith.engine.model.base_model import BaseModel
-from tinsmith.engine.model.hybrid.gated_delta_net import MIXER
+from tinsmith.engine.model.hybrid.gated_delta_net import MIXER, GatedDeltaNet
 from tinsmith.engine.model.self_check import probe
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ kernels, which round in other places."""
 
 _PARTS = {"input_layernorm", "post_attention_layernorm", "mlp"}
 _MIXERS = {"self_attn", MIXER}
-_WITH_KERNELS = (layers.RMSNorm, layers.Attention, layers.MLP)
 
 
 class DecoderLayer(nn.Module):
@@ -73,30 +72,38 @@ def use_kernels(base: BaseModel) -> None:
     kernels = choice.kernels_on(base.device) if base.float32_residual else None
     if kernels is None:
         return
-    modules = _modules(base)
     originals = [(stack, number, layer) for stack in _stacks(base) for number, layer in enumerate(stack)]
     try:
         probed = replace(base, flex_attention=False)  # not compiled yet
         expected, calls = _recorded_probe(probed)
-        _check(kernels, modules, calls)
+        _check(kernels, base, calls)
         for call in calls:
             call.stack[call.number] = _replacement(call) or call.layer
-        for module in modules:
-            module.kernels = kernels
+        _set(base, kernels)
         if not layers.same_hidden_states(probed, expected):
             raise ValueError("the model has other hidden states with fused kernels")
     except Exception:
         log.warning("Fused kernels do not work for %s: it is slower without them.", base.card.source, exc_info=True)
-        for module in modules:
-            module.kernels = None
+        _set(base, None)
         for stack, number, layer in originals:
             stack[number] = layer
 
 
 def _modules(base: BaseModel) -> list[Any]:
     """The modules that kernels can compute; norms of heads are part of their attention."""
+    kinds = (layers.RMSNorm, layers.Attention, layers.MLP, GatedDeltaNet)
     named = ((name.rpartition(".")[2], module) for name, module in base.body.named_modules())
-    return [module for name, module in named if isinstance(module, _WITH_KERNELS) and name not in layers.HEAD_NORMS]
+    return [module for name, module in named if isinstance(module, kinds) and name not in layers.HEAD_NORMS]
+
+
+def _set(base: BaseModel, kernels: fused.Kernels | None) -> None:
+    """Let these kernels compute the base's modules; None: PyTorch's operators."""
+    for module in _modules(base):
+        if isinstance(module, GatedDeltaNet):
+            norm = None if kernels is None else partial(fused.gated_norm, kernels, module.norm_weight, module.eps)
+            module.gated_norm = norm
+        else:
+            module.kernels = kernels
 
 
 def _stacks(base: BaseModel) -> list[nn.ModuleList]:
@@ -144,22 +151,28 @@ def _are_norms(parts: Mapping[str, nn.Module]) -> bool:
     return all(isinstance(parts[name], layers.RMSNorm) for name in ("input_layernorm", "post_attention_layernorm"))
 
 
-def _check(kernels: fused.Kernels, modules: list[Any], calls: list[_Call]) -> None:
+def _check(kernels: fused.Kernels, base: BaseModel, calls: list[_Call]) -> None:
     """Raises ValueError unless the kernels give the results of each kind of module."""
     table: Tensor = next(call.settings["position_embeddings"][0] for call in calls)
-    checks: dict[tuple[object, ...], Callable[[], None]] = {}
-    for module in modules:
-        if isinstance(module, layers.RMSNorm):
-            norm = module.constants
-            checks[norm.weight.shape, norm.invertible] = partial(choice.check_norm, kernels, norm)
-        elif isinstance(module, layers.MLP):
-            width = module.gate_proj.target.outputs
-            checks["gate", width] = partial(choice.check_gate, kernels, width, table)
-        else:
-            numbers = module.o_proj.target.inputs, module.k_proj.target.outputs
-            for number, norm in zip(numbers, (module.q_norm, module.k_norm), strict=True):
-                heads, constants = (number // module.width, module.width), norm and norm.constants
-                check = partial(choice.check_rotation, kernels, heads, constants, table.shape[-1], table)
-                checks[heads, norm is None] = check
+    checks = {key: check for module in _modules(base) for key, check in _checks(kernels, module, table)}
     for check in checks.values():
         check()
+
+
+def _checks(kernels: fused.Kernels, module: Any, table: Tensor) -> Iterator[tuple[object, Callable[[], None]]]:
+    """The checks of a module, each with what it depends on. `table` is one of the model's rotation."""
+    if isinstance(module, layers.RMSNorm):
+        norm = module.constants
+        yield ("norm", norm.weight.shape, norm.invertible), partial(choice.check_norm, kernels, norm)
+    elif isinstance(module, layers.MLP):
+        width = module.gate_proj.target.outputs
+        yield ("gate", width), partial(choice.check_gate, kernels, width, table)
+    elif isinstance(module, GatedDeltaNet):
+        weight = module.norm_weight
+        yield "gated norm", partial(choice.check_gated_norm, kernels, weight, module.eps, table.dtype)
+    else:
+        numbers = module.o_proj.target.inputs, module.k_proj.target.outputs
+        for number, norm in zip(numbers, (module.q_norm, module.k_norm), strict=True):
+            heads, constants = (number // module.width, module.width), norm and norm.constants
+            check = partial(choice.check_rotation, kernels, heads, constants, table.shape[-1], table)
+            yield ("rotation", heads, norm is None), check

@@ -82,6 +82,20 @@ def check_gate(kernels: fused.Kernels, width: int, like: Tensor) -> None:
     )
 
 
+def check_gated_norm(kernels: fused.Kernels, weight: Tensor, eps: float, dtype: torch.dtype) -> None:
+    """Raises ValueError unless norms of float32 times gates of `dtype` equal PyTorch's."""
+    width = weight.numel()
+
+    def expected(inputs: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
+        return (operators.silu_mul(gate, operators.rms_norm(inputs, weight, eps, None, torch.float32)),)
+
+    def actual(inputs: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
+        return (fused.gated_norm(kernels, weight, eps, inputs, gate),)
+
+    inputs, gate = (_drawn(seed, ROWS, 2, width).to(weight.device) for seed in (6, 7))
+    _compare(actual, expected, [inputs, gate.to(dtype)], TOLERANCE[dtype])
+
+
 def _drawn(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -98,7 +112,7 @@ def _compare(
         leaves = [tensor.to(dtype or tensor.dtype, copy=True).requires_grad_() for tensor in inputs]
         with torch.enable_grad():
             outputs = function(*leaves)
-            grads = [_drawn(6 + number, *output.shape).to(output) for number, output in enumerate(outputs)]
+            grads = [_drawn(8 + number, *output.shape).to(output) for number, output in enumerate(outputs)]
             torch.autograd.backward(outputs, grads)
         results.append([*outputs, *(leaf.grad for leaf in leaves)])
     with torch.no_grad():

@@ -59,6 +59,16 @@ class Kernels(Protocol):
         """The gradients of gate and up."""
         ...
 
+    def gated_norm(self, inputs: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm of the inputs times silu(gate), in the gate's dtype."""
+        ...
+
+    def gated_norm_backward(
+        self, grad: Tensor, inputs: Tensor, gate: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of inputs and gate."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Norm:
@@ -95,6 +105,13 @@ def silu_mul(kernels: Kernels, gate: Tensor, up: Tensor) -> Tensor:
     if torch.is_grad_enabled() and gate.requires_grad:
         return _SiluMul.apply(gate, up, kernels)  # type: ignore[no-any-return]
     return kernels.silu_mul(gate.contiguous(), up.contiguous())
+
+
+def gated_norm(kernels: Kernels, weight: Tensor, eps: float, inputs: Tensor, gate: Tensor) -> Tensor:
+    """RMSNorm of inputs [..., D] with `weight`, times silu(gate), in the gate's dtype."""
+    if torch.is_grad_enabled() and (inputs.requires_grad or gate.requires_grad):
+        return _GatedNorm.apply(kernels, weight, eps, inputs, gate)  # type: ignore[no-any-return]
+    return kernels.gated_norm(_rows(inputs), _rows(gate), weight, eps).view(gate.shape)
 
 
 def _add_norm(
@@ -191,3 +208,21 @@ class _SiluMul(torch.autograd.Function):
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         return *ctx.kernels.silu_mul_backward(grads[0].contiguous(), *ctx.saved_tensors), None
+
+
+class _GatedNorm(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, kernels: Kernels, weight: Tensor, eps: float, inputs: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs, gate)
+        ctx.kernels, ctx.weight, ctx.eps = kernels, weight, eps
+        return kernels.gated_norm(_rows(inputs), _rows(gate), weight, eps).view(gate.shape)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, Tensor, Tensor]:
+        inputs, gate = ctx.saved_tensors
+        inputs_grad, gate_grad = ctx.kernels.gated_norm_backward(
+            _rows(grads[0]), _rows(inputs), _rows(gate), ctx.weight, ctx.eps
+        )
+        return None, None, None, inputs_grad.view(inputs.shape), gate_grad.view(gate.shape)

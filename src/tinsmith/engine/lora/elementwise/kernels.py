@@ -9,7 +9,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 HEADS_ELEMENTS = 2048
-"""Numbers of the heads of one token that a program rotates."""
+"""Numbers of the heads of one token that a program rotates, and of the rows that a program norms and gates."""
 GATE_BLOCK = 1024
 """Numbers that a program gates."""
 
@@ -98,6 +98,26 @@ def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, T
     return gate_grad, up_grad
 
 
+def gated_norm(inputs: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `fused.Kernels`."""
+    output = torch.empty_like(gate)
+    grid, settings = rows_settings(gate)
+    gated_norm_kernel[grid](inputs, gate, weight, output, eps, len(gate), **settings)  # pyright: ignore[reportIndexIssue]
+    return output
+
+
+def gated_norm_backward(
+    grad: Tensor, inputs: Tensor, gate: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See `fused.Kernels`."""
+    inputs_grad, gate_grad = torch.empty_like(inputs), torch.empty_like(gate)
+    grid, settings = rows_settings(gate)
+    gated_norm_backward_kernel[grid](  # pyright: ignore[reportIndexIssue]
+        grad, inputs, gate, weight, inputs_grad, gate_grad, eps, len(gate), **settings
+    )
+    return inputs_grad, gate_grad
+
+
 def row_settings(columns: int) -> dict[str, int]:
     """Constants of a kernel with a program for each row."""
     block = triton.next_power_of_2(columns)
@@ -119,6 +139,15 @@ def head_settings(heads: Tensor, cos: Tensor) -> tuple[tuple[int, int], dict[str
         "num_warps": 4,
     }
     return (tokens, triton.cdiv(count, block)), settings
+
+
+def rows_settings(rows: Tensor) -> tuple[tuple[int], dict[str, int]]:
+    """Grid and constants of a kernel with a program for some rows."""
+    count, columns = rows.shape
+    block = triton.next_power_of_2(columns)
+    block_rows = max(1, HEADS_ELEMENTS // block)
+    settings = {"COLUMNS": columns, "BLOCK_ROWS": block_rows, "BLOCK": block, "num_warps": 4}
+    return (triton.cdiv(count, block_rows),), settings
 
 
 def gate_settings(gate: Tensor) -> tuple[tuple[int], dict[str, int]]:
@@ -298,3 +327,53 @@ def silu_mul_backward_kernel(grad, gate, up, gate_grad, up_grad, size, BLOCK: tl
     derivative = sigmoid * (1 + gates * (1 - sigmoid))
     tl.store(gate_grad + at, (grads * ups * derivative).to(gate_grad.dtype.element_ty), mask=at < size)
     tl.store(up_grad + at, (grads * gates * sigmoid).to(up_grad.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def gated_norm_kernel(
+    inputs, gate, weight, output, eps, rows, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Some rows: weight inputs / sqrt(mean(inputs^2) + eps) silu(gate)."""
+    row = (tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    at = row * COLUMNS + column
+    inside = (row < rows) & (column < COLUMNS)
+    values = tl.load(inputs + at, mask=inside, other=0.0).to(tl.float32)
+    gates = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    factors = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 1) / COLUMNS + eps)[:, None]
+    results = values * scale * factors * gates * tl.sigmoid(gates)
+    tl.store(output + at, results.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gated_norm_backward_kernel(
+    grad,
+    inputs,
+    gate,
+    weight,
+    inputs_grad,
+    gate_grad,
+    eps,
+    rows,
+    COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some rows: the gradients of inputs and gate."""
+    row = (tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    at = row * COLUMNS + column
+    inside = (row < rows) & (column < COLUMNS)
+    values = tl.load(inputs + at, mask=inside, other=0.0).to(tl.float32)
+    gates = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    factors = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+    grads = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * factors
+    scale = tl.rsqrt(tl.sum(values * values, 1) / COLUMNS + eps)[:, None]
+    normed = values * scale
+    sigmoid = tl.sigmoid(gates)
+    derivative = sigmoid * (1 + gates * (1 - sigmoid))
+    tl.store(gate_grad + at, (grads * normed * derivative).to(gate_grad.dtype.element_ty), mask=inside)
+    grads *= gates * sigmoid
+    along = (tl.sum(grads * normed, 1) / COLUMNS)[:, None]
+    tl.store(inputs_grad + at, ((grads - normed * along) * scale).to(inputs_grad.dtype.element_ty), mask=inside)

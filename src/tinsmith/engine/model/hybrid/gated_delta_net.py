@@ -50,6 +50,8 @@ class GatedDeltaNet(nn.Module):
         self.original: nn.Module | None = base
         self.project: Callable[[Tensor], tuple[Tensor, ...]] | None = None
         """Computes `adapted` together: [1, C, D] -> [C, out] of each."""
+        self.gated_norm: Callable[[Tensor, Tensor], Tensor] | None = None
+        """Kernel on a GPU for the norm of outputs [C, Hv, dv] times gates of the same shape."""
 
     @override
     def forward(self, hidden_states: Tensor, context: HybridContext | None = None, **settings: Any) -> Tensor:
@@ -74,6 +76,8 @@ class GatedDeltaNet(nn.Module):
             self.layer,
             MixerInputs(qkv, decay, b.sigmoid(), self.conv_weight.squeeze(1), self.key_heads, self.key_width),
         )
+        if self.gated_norm is not None:
+            return self.gated_norm(output, z.view_as(output)).flatten(1)
         wide = output.to(z.dtype).float()  # rounded as transformers rounds it
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         gate = silu(z.float()).view_as(normed)
