@@ -217,7 +217,7 @@ class Service:
             raise NotFound(
                 f"There is no sampling session {sampler_id}.",
                 "Create one. One on unnamed weights ends when they were replaced by newer ones and not used for long: "
-                "save the weights again, under a name if they are to stay (docs/serve/storage-budgets.md).",
+                "save the weights again, under a name if they are to stay (docs/serve/operate.md#unnamed-versions).",
             )
         return sampler
 

@@ -393,7 +393,7 @@ class Sampling:
         if checkpoint is None:
             raise Gone(
                 "The weights of this sampling session were deleted, or replaced by newer ones and not used for long.",
-                "Save the weights again, under a name if they are to stay (docs/serve/storage-budgets.md).",
+                "Save the weights again, under a name if they are to stay (docs/serve/operate.md#unnamed-versions).",
             )
         if checkpoint.ready:
             await host.attach(version, await self._checkpoints.source(checkpoint))
