@@ -12,8 +12,8 @@ from tinsmith.engine.vllm import guard
 
 WATCHING = """
 import os, time
-from tinsmith.service.embedded import on_parent_end
-on_parent_end(0, lambda: os._exit(0))
+from tinsmith.engine.processes.parent import watch_parent
+watch_parent(lambda: os._exit(0), descriptor=0)
 print("ready", flush=True)
 time.sleep(600)
 """

@@ -24,10 +24,10 @@ import psutil
 
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass
 from tinsmith.engine.cluster.config import ClusterConfig
-from tinsmith.engine.cluster.placement import Subprocesses
 from tinsmith.engine.cluster.trainers.group import start_group
 from tinsmith.engine.config import DEFAULT_MODEL, EngineConfig
-from tinsmith.engine.remote import RemoteEngine
+from tinsmith.engine.processes.client import start_local
+from tinsmith.engine.processes.slots import LocalSlots
 
 RESULTS = Path(__file__).parents[1] / "results" / "ranks.md"
 MODEL = "m"
@@ -88,9 +88,9 @@ async def one_round(engine: Any, pids: list[int], passes: Pass, measured: Measur
 async def measure(source: str, rounds: int) -> tuple[Measured, Measured]:
     """One engine, and two ranks."""
     config = EngineConfig(source=source, device="cpu", threads=1)
-    places = Subprocesses()
-    single = await RemoteEngine.start(config)
-    group = await start_group(await places.seats(2, name="trainer"), config, ClusterConfig(trainers=2), 1)
+    slots = LocalSlots()
+    single = await start_local(config)
+    group = await start_group(await slots.reserve(2, name="trainer"), config, ClusterConfig(trainers=2), 1)
     results = Measured(), Measured()
     try:
         for engine in (single, group):
@@ -102,7 +102,7 @@ async def measure(source: str, rounds: int) -> tuple[Measured, Measured]:
     finally:
         await single.close()
         await group.close()
-        await places.close()
+        await slots.close()
     return results
 
 

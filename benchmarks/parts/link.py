@@ -1,4 +1,4 @@
-"""The connection to an engine: a socket pair to a child process, against TCP to a process in a seat, also with TLS.
+"""The connection to an engine: a socket pair to a child process, against TCP to a process in a slot, also with TLS.
 
 `python -m benchmarks.parts.link` starts a fake engine in each way and prints a table: the time of a call that does
 nothing, and of a pass with 256 rows. It needs no GPU and takes half a minute.
@@ -14,11 +14,10 @@ from statistics import median, quantiles
 import numpy as np
 
 from tinsmith.engine.base import Datum, LoraSpec, Pass
-from tinsmith.engine.cluster.placement import Subprocesses
-from tinsmith.engine.cluster.tls import Identity
-from tinsmith.engine.cluster.worker import start_engine
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.remote import RemoteEngine
+from tinsmith.engine.processes.client import start_engine, start_local
+from tinsmith.engine.processes.slots import LocalSlots
+from tinsmith.engine.processes.tls import Identity
 
 CONFIG = EngineConfig(source="fake", kind="fake")
 CALLS, ROUNDS, PASSES, ROWS = 1000, 5, 10, 256
@@ -26,12 +25,12 @@ CALLS, ROUNDS, PASSES, ROWS = 1000, 5, 10, 256
 
 async def main() -> None:
     """Print a row for each way. The ways alternate, so that other work on the machine meets both."""
-    plain, encrypted = Subprocesses(), Subprocesses(Identity.new())
-    (seat,), (tls_seat,) = await plain.seats(1, name="worker"), await encrypted.seats(1, name="worker")
+    plain, encrypted = LocalSlots(), LocalSlots(Identity.new())
+    (slot,), (tls_slot,) = await plain.reserve(1, name="worker"), await encrypted.reserve(1, name="worker")
     engines = {
-        "socket pair": await RemoteEngine.start(CONFIG),
-        "TCP": await start_engine(seat, CONFIG, "fake", 1),
-        "TCP with TLS": await start_engine(tls_seat, CONFIG, "fake", 1),
+        "socket pair": await start_local(CONFIG),
+        "TCP": await start_engine(slot, CONFIG, "fake", 1),
+        "TCP with TLS": await start_engine(tls_slot, CONFIG, "fake", 1),
     }
     calls: dict[str, list[float]] = {name: [] for name in engines}
     passes: dict[str, list[float]] = {name: [] for name in engines}

@@ -15,7 +15,7 @@ from benchmarks.scale import tenants
 from benchmarks.scale.clock import now, simulate
 from benchmarks.scale.frontends import divided
 from benchmarks.scale.hardware import Hardware
-from benchmarks.scale.samplers import PromptCounts, SimulatedPlaces, SimulatedSampler
+from benchmarks.scale.samplers import PromptCounts, SimulatedSampler, SimulatedSlots
 from benchmarks.scale.tenants import Record, Rows, Service, Tenant, active_tenants, answer_lengths
 from benchmarks.scale.trainers import SimulatedTrainer
 from tinsmith.engine.base import SampleRequest
@@ -123,7 +123,7 @@ class Cell:
         self.counts = PromptCounts()
         self.core = Core(plan.api_cores)
         self.trainer = SimulatedTrainer(plan.trainers, plan.hardware)
-        self.places = SimulatedPlaces(plan.samplers, plan.hardware, answer_lengths, self.counts)
+        self.slots = SimulatedSlots(plan.samplers, plan.hardware, answer_lengths, self.counts)
         self.queue = AdmissionQueue(plan.hardware.cache_tokens)
         self.outcome = Outcome(plan)
         self.by_replica: Counter[int] = Counter()
@@ -140,7 +140,7 @@ class Cell:
 
     async def start(self) -> Service:
         """Start the replicas; returns what tenants call."""
-        self._pool = await SamplerPool.start(self.trainer, self.places.launches())
+        self._pool = await SamplerPool.start(self.trainer, self.slots.launches())
         self.pool.on_change = lambda: self.queue.resize(max(1, self.pool.living))
         self.pool.on_change()
         return Service(sample=self.sample, train=self.train, step=self.step, publish=self.publish)
@@ -160,7 +160,7 @@ class Cell:
             admitted = now()
             result = await self.pool.sample(request)
         lengths = [len(sequence.tokens) for sequence in result.sequences]
-        for place, process in enumerate(self.places.current):
+        for place, process in enumerate(self.slots.current):
             if process is not None and (wait := process.waits.pop(request.request_id, None)) is not None:
                 self.outcome.records[tenant].waits.append(admitted - began + wait)
                 self.by_replica[place] += sum(lengths)
@@ -204,8 +204,8 @@ class Cell:
         sequences: list[int] = []
         while True:
             await asyncio.sleep(PROBE_S)
-            living = [process for process in self.places.current if process is not None]
-            for process in self.places.current:
+            living = [process for process in self.slots.current if process is not None]
+            for process in self.slots.current:
                 self.outcome.samplers[self._sampler_state(process, living)] += PROBE_S
             sequences += [process.sequences for process in living if process.sequences]
             self.outcome.sequences = float(np.mean(sequences)) if sequences else 0.0
@@ -260,7 +260,7 @@ async def _run(plan: Plan) -> Outcome:
     for part in plan.trainer_deaths:
         loop.call_at(start + part * plan.seconds, cell.trainer.die)
     for place, part in enumerate(plan.sampler_deaths):
-        process = cell.places.current[place]
+        process = cell.slots.current[place]
         if process is not None:
             loop.call_at(start + part * plan.seconds, process.die)
     probe = asyncio.create_task(cell.probe())

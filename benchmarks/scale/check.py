@@ -1,7 +1,7 @@
 """The simulation against real processes: `python -m benchmarks.scale.check`.
 
 The replicas are processes of their own that decode by sleeping, step by step, for as long as the arithmetic of the
-simulation says; the pool, the places, the connections and the admission queue are those of the service. The same
+simulation says; the pool, the slots, the connections and the admission queue are those of the service. The same
 requests then run in simulated time. What differs is the simulation's error: it knows no Link, no event loop, no steps.
 
 `--torch` does the same with engines that compute, fitted to one of them right before each run. Other programs use the
@@ -26,15 +26,15 @@ from benchmarks.scale.clock import now, simulate
 from benchmarks.scale.hardware import Hardware
 from benchmarks.scale.paced import PACED, lengths_of
 from benchmarks.scale.replicas import cpu_seconds
-from benchmarks.scale.samplers import PromptCounts, SimulatedPlaces
+from benchmarks.scale.samplers import PromptCounts, SimulatedSlots
 from tinsmith.engine.base import SampleRequest
 from tinsmith.engine.cluster.cluster import NoTrainer
-from tinsmith.engine.cluster.launches import torch_in_seat, watched
-from tinsmith.engine.cluster.placement import Program, Subprocesses
+from tinsmith.engine.cluster.launches import torch_in_slot, watched
 from tinsmith.engine.cluster.pool import SamplerPool
 from tinsmith.engine.cluster.replica import Launch, StartedSampler
-from tinsmith.engine.cluster.worker import start_engine
 from tinsmith.engine.config import EngineConfig, converted_default
+from tinsmith.engine.processes.client import start_engine
+from tinsmith.engine.processes.slots import LocalSlots, Program
 from tinsmith.service.engines.admission import AdmissionQueue
 
 
@@ -76,11 +76,11 @@ def in_simulation(hardware: Hardware, replicas: int, requests: Sequence[SampleRe
     """The same in simulated time; of engines that compute, the mean time in which they do."""
 
     async def run() -> float:
-        places = SimulatedPlaces(replicas, hardware, _full_lengths if computes else lengths_of, PromptCounts())
-        pool = await SamplerPool.start(NoTrainer(), places.launches())
+        slots = SimulatedSlots(replicas, hardware, _full_lengths if computes else lengths_of, PromptCounts())
+        pool = await SamplerPool.start(NoTrainer(), slots.launches())
         seconds = await timed(pool, requests, hardware.cache_tokens)
         if computes:
-            seconds = statistics.fmean(each.busy_s for each in places.current if each is not None)
+            seconds = statistics.fmean(each.busy_s for each in slots.current if each is not None)
         await pool.close()
         return seconds
 
@@ -118,14 +118,14 @@ class Comparison:
 
 async def compare_paced(counts: Sequence[int], runs: int) -> list[Comparison]:
     """Sleeping engines at each count of replicas."""
-    places = Subprocesses()
-    seats = await places.seats(max(counts), name="sampler")
+    local = LocalSlots()
+    slots = await local.reserve(max(counts), name="sampler")
     generations = itertools.count(1)
 
     def launch_in(index: int) -> Launch:
         async def launch() -> StartedSampler:
             program = Program(module="benchmarks.scale.paced")
-            engine = await start_engine(seats[index], PACED, "paced", next(generations), program)
+            engine = await start_engine(slots[index], PACED, "paced", next(generations), program)
             return watched(engine, 600)
 
         return launch
@@ -136,16 +136,16 @@ async def compare_paced(counts: Sequence[int], runs: int) -> list[Comparison]:
         real = await in_processes([launch_in(index) for index in range(count)], loads, PACED.cache_tokens)
         simulated = [await asyncio.to_thread(in_simulation, PACED, count, load, computes=False) for load in loads]
         results.append(Comparison(engine="sleeps", replicas=count, real=real, simulated=simulated))
-    await places.close()
+    await local.close()
     return results
 
 
 async def compare_torch(counts: Sequence[int], runs: int, model: str) -> list[Comparison]:
     """Torch engines of one thread each. The arithmetic is fitted to one process in runs of the same session."""
     config = EngineConfig(source=model, dtype="float32", device="cpu", threads=1, cache_tokens=6000)
-    places = Subprocesses()
-    seats = await places.seats(max(counts) + 1, name="sampler")
-    launches = [torch_in_seat(seat, config) for seat in seats]
+    local = LocalSlots()
+    slots = await local.reserve(max(counts) + 1, name="sampler")
+    launches = [torch_in_slot(slot, config) for slot in slots]
     single = await SamplerPool.start(NoTrainer(), launches[:1])
     results = []
     for count in counts:
@@ -163,7 +163,7 @@ async def compare_torch(counts: Sequence[int], runs: int, model: str) -> list[Co
         results.append(Comparison(engine="torch", replicas=count, real=real, simulated=simulated))
         await pool.close()
     await single.close()
-    await places.close()
+    await local.close()
     return results
 
 

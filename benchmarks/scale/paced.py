@@ -1,4 +1,4 @@
-"""A sampler process that decodes by sleeping, for `benchmarks.scale.check`: the program of a seat."""
+"""A sampler process that decodes by sleeping, for `benchmarks.scale.check`: the program of a slot."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import numpy as np
 from benchmarks.scale.hardware import Hardware
 from benchmarks.scale.samplers import BlockCache
 from tinsmith.engine.base import ModelCard, OnDelta, SampledSequence, SampleRequest, SampleResult
-from tinsmith.engine.cluster.dial import Entrance
 from tinsmith.engine.cluster.prefixes import prompt_blocks
-from tinsmith.engine.process import ParentLink, answer_calls
+from tinsmith.engine.processes.worker import ParentLink, answer_calls, open_link
 
 PACED = Hardware(
     step_s=0.03, step_per_sequence_s=0.001, prefill_per_token_s=0.000_2, cache_tokens=6000, load_s=0.0, notice_s=0.0
@@ -94,8 +93,8 @@ async def _serve(link: ParentLink) -> None:
 
 def main() -> None:
     """Entry point of the process."""
-    entrance = Entrance.open()
-    asyncio.run(_serve(ParentLink(entrance.accept())))
+    link, _ = open_link()
+    asyncio.run(_serve(link))
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ import psutil
 
 from tinsmith.engine.base import SampleRequest
 from tinsmith.engine.cluster.cluster import NoTrainer
-from tinsmith.engine.cluster.launches import torch_in_seat
-from tinsmith.engine.cluster.placement import Subprocesses
+from tinsmith.engine.cluster.launches import torch_in_slot
 from tinsmith.engine.cluster.pool import SamplerPool
 from tinsmith.engine.config import DEFAULT_MODEL, EngineConfig, converted_default
+from tinsmith.engine.processes.slots import LocalSlots
 from tinsmith.service.engines.admission import AdmissionQueue
 
 PROMPT, TOKENS, GROUP = 64, 32, 4
@@ -49,9 +49,9 @@ class Turn:
 async def measure(model: str, turns: int, requests: int) -> list[Turn]:
     """Turns with one replica and with two, one after the other; two replicas get twice the requests."""
     config = EngineConfig(source=model, dtype="float32", device="cpu", threads=1, cache_tokens=CACHE_TOKENS)
-    places = Subprocesses()
-    seats = await places.seats(3, name="sampler")
-    launches = [torch_in_seat(seat, config) for seat in seats]
+    local = LocalSlots()
+    slots = await local.reserve(3, name="sampler")
+    launches = [torch_in_slot(slot, config) for slot in slots]
     pools = [await SamplerPool.start(NoTrainer(), launches[:1]), await SamplerPool.start(NoTrainer(), launches[1:])]
     try:
         for pool in pools:
@@ -64,7 +64,7 @@ async def measure(model: str, turns: int, requests: int) -> list[Turn]:
     finally:
         for pool in pools:
             await pool.close()
-        await places.close()
+        await local.close()
 
 
 async def _run(pool: SamplerPool, requests: int, seed: int) -> Turn:

@@ -217,7 +217,7 @@ def _sequence(length: int) -> SampledSequence:
     return SampledSequence(tokens=np.zeros(length, np.int32), logprobs=np.empty(0, np.float32), stop_reason="stop")
 
 
-class SimulatedPlaces:
+class SimulatedSlots:
     """Starts of replicas; `current[place]` is the process of a place."""
 
     def __init__(self, count: int, hardware: Hardware, lengths: Lengths, counts: PromptCounts) -> None:

@@ -1,4 +1,4 @@
-"""Faults of the nodes of the Ray cluster of conftest: of keepers, raylets and the head."""
+"""Faults of the nodes of the Ray cluster of conftest: of node agents, raylets and the head."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import psutil
 
 from tests.cluster.conftest import RayCluster
 
-KEEPER = "ray::RayKeeper"
+NODE_AGENT = "ray::RayNodeAgent"
 ENGINE = "tinsmith.engine.cluster."
 GONE_S = 10.0
-"""Longest time that a process may outlive its keeper or its raylet: a keeper looks five times a second."""
+"""Longest time that a process may outlive its node agent or its raylet: a node agent looks five times a second."""
 HEAD_AWAY_S = 2.0
 
 
@@ -36,14 +36,14 @@ class RayMachines:
             head.start_gcs_server()
         elif kind == "kill_raylet":
             node = self._cluster.nodes[int(choice * len(self._cluster.nodes))]
-            kept_processes = self._below([node], ENGINE) + self._below([node], KEEPER)
+            kept_processes = self._below([node], ENGINE) + self._below([node], NODE_AGENT)
             self._cluster.kill(node)
             _assert_gone(kept_processes)
             self._cluster.add_node()
-        elif keepers := self._below(self._cluster.nodes, KEEPER):
-            keeper = keepers[int(choice * len(keepers))]
-            kept_processes = _matching(keeper, ENGINE)
-            keeper.kill()
+        elif agents := self._below(self._cluster.nodes, NODE_AGENT):
+            agent = agents[int(choice * len(agents))]
+            kept_processes = _matching(agent, ENGINE)
+            agent.kill()
             _assert_gone(kept_processes)
 
     def stop(self, kind: str, choice: float) -> Callable[[], None]:
@@ -51,8 +51,8 @@ class RayMachines:
             node = self._cluster.nodes[int(choice * len(self._cluster.nodes))]
             stopped = [raylet_of(node)]
         else:
-            keepers = self._below(self._cluster.nodes, KEEPER)
-            stopped = [keepers[int(choice * len(keepers))]] if keepers else []
+            agents = self._below(self._cluster.nodes, NODE_AGENT)
+            stopped = [agents[int(choice * len(agents))]] if agents else []
         _signal(stopped, signal.SIGSTOP)
         return lambda: _signal(stopped, signal.SIGCONT)
 

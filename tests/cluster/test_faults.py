@@ -40,8 +40,8 @@ WEIGHTS = {"kill_process": 70, "kill_engine": 10, "kill_api": 12, "kill_both": 4
 """`kill_process` kills one process of several; `kill_engine` kills all of them."""
 GROUP = {**WEIGHTS, "stop_process": 6, "stall_process": 2, "stop_api": 2}
 RAY = {
-    **{"kill_process": 60, "kill_keeper": 12, "kill_raylet": 6, "kill_head": 6, "kill_api": 6, "kill_engine": 6},
-    **{"stop_process": 6, "stall_process": 3, "stop_keeper": 3, "stop_raylet": 3, "stop_api": 2},
+    **{"kill_process": 60, "kill_node_agent": 12, "kill_raylet": 6, "kill_head": 6, "kill_api": 6, "kill_engine": 6},
+    **{"stop_process": 6, "stall_process": 3, "stop_node_agent": 3, "stop_raylet": 3, "stop_api": 2},
 }
 TOLERANCE = 1e-5
 """Of the log-probabilities of samples: what else a replica samples changes how its sums round."""

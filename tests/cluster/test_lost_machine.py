@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 def test_group_goes_on_with_fewer_ranks_and_the_same_bits(
     ray_cluster: RayCluster, tiny_llama: Path, tmp_path: Path
 ) -> None:
-    """Fails if processes of a dead machine never count as ended (`_is_lost` in ray_places)."""
-    from tinsmith.engine.cluster.machines.ray_places import RayPlaces
+    """Fails if processes of a dead machine never count as ended (`_is_lost` in ray_slots)."""
+    from tinsmith.engine.processes.ray_slots import RaySlots
 
     config = EngineConfig(
         source=str(tiny_llama), dtype="float32", device="cpu", threads=1, pass_tokens=64, deterministic=True
@@ -38,8 +38,8 @@ def test_group_goes_on_with_fewer_ranks_and_the_same_bits(
         return {name: array.tobytes() for name, array in load_file(folder / "adapter_model.safetensors").items()}
 
     async def run() -> None:
-        places = await RayPlaces.connect(ray_cluster.address)
-        model = ModelCluster(config, settings, places, tmp_path)
+        slots = await RaySlots.connect(ray_cluster.address)
+        model = ModelCluster(config, settings, slots, tmp_path)
         try:
             engine = await model.start()
             before = await step(engine, tmp_path / "before")

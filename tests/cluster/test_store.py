@@ -22,7 +22,8 @@ from tests.cluster.hidden import blind_python, can_hide
 from tests.service.support.inprocess import Api, api, trained
 from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.cluster.objects import ObjectStore
-from tinsmith.engine.cluster.placement import SubprocessSeat
+from tinsmith.engine.cluster.plan import fault_of_store
+from tinsmith.engine.processes.slots import LocalSlot, read_file
 from tinsmith.service.engines.clusters import ClusterFactory, engine_factory
 from tinsmith.service.storage.records import Checkpoint, Model
 
@@ -34,14 +35,14 @@ Outcome = tuple[list[float], list[Any], dict[str, bytes]]
 
 @pytest.fixture
 def hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data folder that the processes of seats do not see."""
+    """A data folder that the processes of slots do not see."""
     if not can_hide():
         pytest.skip("needs user namespaces (unshare)")
     data = tmp_path / "data"
     data.mkdir()
     monkeypatch.setattr(sys, "executable", blind_python(tmp_path, data).path)
 
-    async def read(self: SubprocessSeat, path: Path, limit: int) -> bytes | None:
+    async def read(self: LocalSlot, path: Path, limit: int) -> bytes | None:
         command = [
             sys.executable,
             "-c",
@@ -51,7 +52,7 @@ def hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True)
         return done.stdout if done.returncode == 0 else None
 
-    monkeypatch.setattr(SubprocessSeat, "read", read)
+    monkeypatch.setattr(LocalSlot, "read", read)
     return data
 
 
@@ -86,7 +87,7 @@ def test_sampler_moves_to_a_machine_that_does_not_see_the_folder(
     start = engine_factory(cluster, data, options["store"], LIMIT)
     assert isinstance(start, ClusterFactory)
 
-    async def read(self: SubprocessSeat, path: Path, limit: int) -> None:
+    async def read(self: LocalSlot, path: Path, limit: int) -> None:
         return None
 
     async def main() -> None:
@@ -99,14 +100,14 @@ def test_sampler_moves_to_a_machine_that_does_not_see_the_folder(
             before = {"model_path": (await app.call("save_weights_for_sampler", body))["path"]}
             expected = await _sample(app, before, model_id, 0)
             [model] = start._models.values()
-            [seat] = model._sampler_seats
-            assert isinstance(seat, SubprocessSeat)
-            assert seat.process is not None
-            seat.machine = "elsewhere"
-            monkeypatch.setattr(SubprocessSeat, "read", read)
+            [slot] = model._sampler_slots
+            assert isinstance(slot, LocalSlot)
+            assert slot.process is not None
+            slot.machine = "elsewhere"
+            monkeypatch.setattr(LocalSlot, "read", read)
             monkeypatch.setattr(sys, "executable", blind_python(tmp_path, data).path)
-            os.kill(seat.process.pid, signal.SIGKILL)
-            await seat.process.died.wait()
+            os.kill(slot.process.pid, signal.SIGKILL)
+            await slot.process.died.wait()
             assert await _sample(app, before, model_id, 1) == expected
             assert start.transfer.through_store
             await trained(app, model_id, 6, 1)
@@ -125,13 +126,15 @@ def test_bits_through_s3(seen: Outcome, s3_server: object, hidden: Path, tiny_ll
 def test_bits_on_ray(
     seen: Outcome, ray_cluster: RayCluster, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a keeper does not pass the store on. Its machines are this one, set to see nothing."""
-    from tinsmith.engine.cluster.machines.ray_places import RaySeat
+    """Fails if a node agent does not pass the store on. Its machines are this one, set to see nothing."""
+    from tinsmith.engine.processes.ray_slots import RaySlot
 
-    async def read(self: RaySeat, path: Path, limit: int) -> None:
-        return None
+    run = RaySlot.run
 
-    monkeypatch.setattr(RaySeat, "read", read)
+    async def run_blind(self: RaySlot, function: Any, *args: Any) -> Any:
+        return None if function is read_file else await run(self, function, *args)
+
+    monkeypatch.setattr(RaySlot, "run", run_blind)
     cluster = ClusterConfig(address=ray_cluster.address, trainers=2, samplers=1, cache=tmp_path / "cache")
     url = (tmp_path / "store").as_uri()
     assert asyncio.run(_run(tmp_path / "data", tiny_llama, cluster, store=url)) == seen
@@ -140,10 +143,14 @@ def test_bits_on_ray(
 def test_machines_without_the_store_are_refused(
     hidden: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def check_store(self: SubprocessSeat, url: str) -> str:
-        return "The object store could not be written: no credentials"
+    run = LocalSlot.run
 
-    monkeypatch.setattr(SubprocessSeat, "check_store", check_store)
+    async def run_without_store(self: LocalSlot, function: Any, *args: Any) -> Any:
+        if function is fault_of_store:
+            return "The object store could not be written: no credentials"
+        return await run(self, function, *args)
+
+    monkeypatch.setattr(LocalSlot, "run", run_without_store)
     options = _options(tiny_llama, ClusterConfig(trainers=2), (tmp_path / "store").as_uri())
     start = engine_factory(options["cluster"], hidden, options["store"], LIMIT)
 

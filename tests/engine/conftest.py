@@ -30,7 +30,7 @@ def wait() -> Iterator[Wait]:
 @contextmanager
 def engines(folder_of: Callable[[str], Path], wait: Wait) -> Iterator[Callable[..., Any]]:
     """A float32 engine on the CPU by the kind of its base model, created once for each combination of settings."""
-    from tinsmith.engine.process import build  # imports torch
+    from tinsmith.engine.build import build  # imports torch
 
     made: dict[Any, Any] = {}
 

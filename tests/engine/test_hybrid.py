@@ -47,7 +47,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 @pytest.fixture(scope="module")
 def hybrid(folder_of: Callable[[str], Path], wait: Wait) -> Iterator[Callable[..., Any]]:
     """An engine on a tiny model, by its kind."""
-    from tinsmith.engine.process import build
+    from tinsmith.engine.build import build
 
     made: dict[Any, Any] = {}
 

@@ -21,10 +21,11 @@ from tests.engine.reference import assert_same
 from tests.engine.sampling.helpers import assert_same_samples, sample_request, sampling
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.liveness import ProcessEnd, Pulse
 from tinsmith.engine.model.precision import set_matmul_precision
-from tinsmith.engine.process import LENGTH_PREFIX
-from tinsmith.engine.remote import RemoteEngine
+from tinsmith.engine.process_end import ProcessEnd
+from tinsmith.engine.processes.client import RemoteEngine, start_local
+from tinsmith.engine.processes.heartbeat import HeartbeatMonitor
+from tinsmith.engine.processes.worker import LENGTH_PREFIX
 from tinsmith.errors import ConfigError, EngineDied, NotFound, TinsmithError
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -44,7 +45,7 @@ def remote(tiny_llama: Path, wait: Any) -> Iterator[RemoteEngine]:
 
 
 def start(folder: Path) -> Any:
-    return RemoteEngine.start(EngineConfig(source=str(folder), dtype="float32", device="cpu", threads=1))
+    return start_local(EngineConfig(source=str(folder), dtype="float32", device="cpu", threads=1))
 
 
 def test_remote_engine_equals_a_local_one(remote: RemoteEngine, engine: Any, wait: Any, tmp_path: Path):
@@ -157,7 +158,7 @@ def test_kill_during_the_wait_for_a_reason_fails_all_calls(wait: Any):
 
     async def kill() -> None:
         reader = asyncio.StreamReader()
-        engine = RemoteEngine(None, LostChild(), reader, Sink(), Pulse())  # type: ignore[arg-type]
+        engine = RemoteEngine(None, LostChild(), reader, Sink(), HeartbeatMonitor())  # type: ignore[arg-type]
         call = asyncio.create_task(engine.step("m", AdamParams(learning_rate=1.0)))
         await asyncio.sleep(0)
         reader.feed_eof()
@@ -195,11 +196,11 @@ def test_stuck_child_is_killed_on_close(
 ):
     """By `close` itself, or when its caller is cancelled."""
     monkeypatch.setattr("sys.executable", forked_programs)  # SIGSTOP is not passed on to a forked program
-    monkeypatch.setattr("tinsmith.engine.remote.CLOSE_TIMEOUT_S", patience)
+    monkeypatch.setattr("tinsmith.engine.processes.client.CLOSE_TIMEOUT_S", patience)
     large = Datum(tokens=np.zeros(64, np.int32), targets=np.zeros((64, 20_000), np.int64))
 
     async def stuck() -> None:
-        engine = await RemoteEngine.start(EngineConfig(source="toy", kind="fake"))
+        engine = await start_local(EngineConfig(source="toy", kind="fake"))
         os.kill(engine.pid, signal.SIGSTOP)
         waiting = asyncio.create_task(engine.run([Pass(model_id="m", data=(large,), loss_fn="cross_entropy")]))
         await asyncio.sleep(0.1)

@@ -12,7 +12,7 @@ import torch
 
 from tests.engine.sampling.helpers import assert_same_samples, sample_request
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.remote import RemoteEngine
+from tinsmith.engine.processes.client import start_local
 
 PROMPTS, TOKENS = 200, 240
 MIB = 2**20
@@ -29,7 +29,7 @@ def test_caches_are_given_back(tiny_llama: Path, wait: Any) -> None:
     config = EngineConfig(
         source=str(tiny_llama), dtype="float32", device="cpu", threads=1, pass_tokens=2048, cache_tokens=2**20
     )
-    engine = wait(RemoteEngine.start(config))
+    engine = wait(start_local(config))
     try:
         random = np.random.default_rng(0)
         prompts = random.integers(3, 90, (PROMPTS, TOKENS), np.int32)

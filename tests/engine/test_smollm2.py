@@ -29,7 +29,7 @@ ANSWERS = ("52", "Because of the air.", "He is old. His hands know the work bett
 @pytest.fixture(scope="module")
 def engine_in(smollm2: Path, wait: Any) -> Iterator[Callable[[str], Any]]:
     """The engine on SmolLM2 by the base model's dtype, one at a time."""
-    from tinsmith.engine.process import build
+    from tinsmith.engine.build import build
 
     made: dict[str, Any] = {}
 

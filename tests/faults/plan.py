@@ -14,11 +14,11 @@ KILLS = ("kill_api", "kill_engine", "kill_both")
 PROCESS_KILLS = ("kill_process", "stall_process")
 """Deaths of one process of an engine that consists of several (tests/cluster); one that is stalled is killed by the
 watchdog."""
-MACHINE_KILLS = ("kill_keeper", "kill_raylet", "kill_head")
+MACHINE_KILLS = ("kill_node_agent", "kill_raylet", "kill_head")
 """Kills of what belongs to a Ray cluster (tests/cluster)."""
 STOPS = ("stop_api", "stop_engine", "stall_engine")
 """`stall_engine` stops the engine until the watchdog kills it."""
-PART_STOPS = ("stop_process", "stop_keeper", "stop_raylet")
+PART_STOPS = ("stop_process", "stop_node_agent", "stop_raylet")
 """Stops of one of several."""
 PARTS = (*PROCESS_KILLS, *MACHINE_KILLS, *PART_STOPS)
 """Faults of a part of the engine. Those that are not early wait until all of it is up again."""

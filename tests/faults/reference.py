@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult, SampleRequest
+from tinsmith.engine.build import build
 from tinsmith.engine.cluster.config import ClusterConfig, RankConfig
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.interface import Engine
-from tinsmith.engine.process import build
 
 R = TypeVar("R")
 

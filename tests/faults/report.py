@@ -25,8 +25,8 @@ NAMES = {
     "stop_process": "SIGSTOP of one for up to 1.5 s",
     "stall_process": "SIGSTOP of one for good",
     "watchdog": "… and the watchdog killed what was stopped for good",
-    "kill_keeper": "SIGKILL of a keeper",
-    "stop_keeper": "SIGSTOP of a keeper for up to 1.5 s",
+    "kill_node_agent": "SIGKILL of a node agent",
+    "stop_node_agent": "SIGSTOP of a node agent for up to 1.5 s",
     "kill_raylet": "SIGKILL of a raylet, as of a machine; another joins",
     "stop_raylet": "SIGSTOP of a raylet for up to 1.5 s",
     "kill_head": "SIGKILL of Ray's head (GCS), which is started again",
@@ -114,7 +114,7 @@ def write_power_report(recording: Recording, cuts: Sequence[Cut], violations: Se
     table = [
         "# Power cuts",
         "",
-        f"{len(cuts):,} power cuts at places among {sum(operations.values()):,} operations on the data folder "
+        f"{len(cuts):,} power cuts at slots among {sum(operations.values()):,} operations on the data folder "
         f"({operations['write']:,} writes, {operations['sync']:,} syncs, {operations['rename']:,} renames): "
         f"{len(violations)} violations.",
         "",

@@ -95,7 +95,7 @@ class Machines(Protocol):
         ...
 
     def stop(self, kind: str, choice: float) -> Callable[[], None]:
-        """SIGSTOP a keeper or a raylet. Returns a function that lets it continue."""
+        """SIGSTOP a node agent or a raylet. Returns a function that lets it continue."""
         ...
 
 
@@ -259,8 +259,8 @@ def _describe(config: ServeConfig) -> str:
         return "one engine"
     trainers = f"{cluster.trainers} trainer{'s' * (cluster.trainers > 1)}"
     frontends = f", {config.frontends} front ends" * (config.frontends > 0)
-    places = ", on Ray" * (cluster.address is not None) + ", through a store" * (config.store is not None)
-    return f"{trainers}, {cluster.samplers} samplers{frontends}{places}"
+    slots = ", on Ray" * (cluster.address is not None) + ", through a store" * (config.store is not None)
+    return f"{trainers}, {cluster.samplers} samplers{frontends}{slots}"
 
 
 async def make_keys(data: Path, names: list[str]) -> list[str]:

@@ -6,6 +6,7 @@ standard output, and reads the offset of its wall clock from a file. Its engine,
 
 from __future__ import annotations
 
+import asyncio
 import json
 import mmap
 import os
@@ -26,11 +27,11 @@ from urllib.request import Request, urlopen
 import psutil
 
 from tests.service.support.databases import free_port
-from tinsmith.engine.cluster.placement import SubprocessSeat
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.remote import RemoteEngine
+from tinsmith.engine.processes.client import start_local
+from tinsmith.engine.processes.parent import watch_parent
+from tinsmith.engine.processes.slots import LocalSlot, read_file
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.embedded import on_parent_end
 from tinsmith.service.engines.host import RunningEngine
 from tinsmith.service.server import serve
 
@@ -265,7 +266,7 @@ def _wait_for_end(pids: list[int]) -> None:
 
 async def start_in_process(config: EngineConfig) -> RunningEngine:
     """Start an engine, also a fake one, in a process of its own."""
-    remote = await RemoteEngine.start(config)
+    remote = await start_local(config)
     return RunningEngine(engine=remote, died=remote.died, process=remote)
 
 
@@ -279,19 +280,19 @@ def _skew_clock(file: Path) -> None:
 
 
 def _start_blind(python: str) -> None:
-    """Start the processes of seats with a Python that does not see the data folder."""
+    """Start the processes of slots with a Python that does not see the data folder."""
 
-    async def read(seat: SubprocessSeat, path: Path, limit: int) -> None:
-        return None
+    async def run_blind(slot: LocalSlot, function: Any, *args: Any) -> Any:
+        return None if function is read_file else await asyncio.to_thread(function, *args)
 
     sys.executable = python
-    SubprocessSeat.read = read  # type: ignore[method-assign]
+    LocalSlot.run = run_blind  # type: ignore[method-assign]
 
 
 def main() -> None:
     """Entry point of the API process."""
     options = json.loads(sys.stdin.buffer.readline())
-    on_parent_end(0, partial(os.kill, os.getpid(), signal.SIGKILL))
+    watch_parent(partial(os.kill, os.getpid(), signal.SIGKILL), descriptor=0)
     _skew_clock(Path(options["clock"]))
     if options["blind_python"] is not None:
         _start_blind(options["blind_python"])

@@ -25,8 +25,8 @@ def preload() -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
     import tinsmith.cli
+    import tinsmith.engine.cluster.worker
     import tinsmith.engine.fake.engine
-    import tinsmith.engine.process
     import tinsmith.engine.torch_engine
     import tinsmith.runner
     import tinsmith.service.server  # noqa: F401

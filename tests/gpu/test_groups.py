@@ -14,12 +14,12 @@ import pytest
 from tests.engine.data import pass_for
 from tinsmith.engine.base import AdamParams, LoraSpec, PassResult, SampleRequest
 from tinsmith.engine.cluster.config import ClusterConfig
-from tinsmith.engine.cluster.launches import vllm_in_seat
-from tinsmith.engine.cluster.placement import Subprocesses, SubprocessSeat
+from tinsmith.engine.cluster.launches import vllm_in_slot
 from tinsmith.engine.cluster.pool import SamplerPool
 from tinsmith.engine.cluster.trainers.group import start_group
-from tinsmith.engine.cluster.worker import start_engine
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.processes.client import start_engine
+from tinsmith.engine.processes.slots import LocalSlot, LocalSlots
 from tinsmith.engine.vllm.server import find_python
 from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError
@@ -45,21 +45,21 @@ def test_group_of_one_rank_on_gpu_trains_as_one_engine_does(
 
     async def train() -> tuple[np.ndarray, np.ndarray]:
         expected = await logprobs_after_steps(engine_of("llama", device="cuda"))
-        places = Subprocesses()
+        slots = LocalSlots()
         try:
             group = await start_group(
-                await places.seats(1, name="trainer", gpus=1), config, ClusterConfig(**settings), 1
+                await slots.reserve(1, name="trainer", gpus=1), config, ClusterConfig(**settings), 1
             )
             return expected, await logprobs_after_steps(group)
         finally:
-            await places.close()
+            await slots.close()
 
     expected, actual = asyncio.run(train())
     np.testing.assert_allclose(actual, expected, atol=1e-3)
 
 
 def test_vllm_replica_on_gpu_samples_a_version(smollm2: Path, tmp_path: Path) -> None:
-    """A training process and a vLLM server in seats of one GPU; the version goes from one to the other as files."""
+    """A training process and a vLLM server in slots of one GPU; the version goes from one to the other as files."""
     try:
         python = find_python(VllmConfig())
     except ConfigError as error:
@@ -71,10 +71,10 @@ def test_vllm_replica_on_gpu_samples_a_version(smollm2: Path, tmp_path: Path) ->
     )
 
     async def sample() -> None:
-        trainer_seat, sampler_seat = (SubprocessSeat(name, ("0",)) for name in ("trainer-0", "sampler-0"))
+        trainer_slot, sampler_slot = (LocalSlot(name, ("0",)) for name in ("trainer-0", "sampler-0"))
         torch_only = config.model_copy(update={"sampler": "torch"})
-        trainer = await start_engine(trainer_seat, torch_only, config.source, 1)
-        pool = await SamplerPool.start(trainer, [vllm_in_seat(sampler_seat, config, trainer.card, None)], trainer.card)
+        trainer = await start_engine(trainer_slot, torch_only, config.source, 1)
+        pool = await SamplerPool.start(trainer, [vllm_in_slot(sampler_slot, config, trainer.card, None)], trainer.card)
         try:
             await trainer.create("gpu", LoraSpec(rank=8, seed=1))
             await pool.capture("gpu", "v")

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
+from typing_extensions import override
 
 from tinsmith.engine import autotune, model_facts
-from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard, OnDelta, Pass, PassResult, SampleRequest, SampleResult
+from tinsmith.engine.base import LoraSpec, ModelCard, OnDelta, Pass, PassResult, SampleRequest, SampleResult
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.device_sharing import POLICIES, DeviceScheduler
 from tinsmith.engine.general import choice, recompute
@@ -27,6 +29,7 @@ from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.logit_rule import logit_rule
 from tinsmith.engine.model.memory import HeapTrimmer, free_bytes
 from tinsmith.engine.model_parts import HEAD
+from tinsmith.engine.processes.rpc import SAMPLER_METHODS, EngineClient, Method, bound
 from tinsmith.engine.sample_validation import check_sample
 from tinsmith.engine.sampling import decode_check
 from tinsmith.engine.sampling.sampler import TorchSampler
@@ -34,6 +37,9 @@ from tinsmith.engine.training import activation_checkpointing
 from tinsmith.engine.training.exchange import ALONE, Exchange
 from tinsmith.engine.training.trainer import TorchTrainer
 from tinsmith.errors import TinsmithError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,7 @@ def prepare(config: EngineConfig, base: BaseModel) -> PreparedBase:
     return PreparedBase(base, active, head, switch)
 
 
-class TorchEngine:
+class TorchEngine(EngineClient):
     """Implements `engine.interface.Engine`. Sets torch's thread count and matmul precision for the whole process."""
 
     def __init__(
@@ -136,54 +142,53 @@ class TorchEngine:
     def progress(self) -> int:
         return self._scheduler.turns + sum(matrix.products for matrix in self._matrices)
 
+    @override
+    async def call(self, method: Method[P, R], *args: P.args, **options: P.kwargs) -> R:
+        target = self.sampler if method.__name__ in SAMPLER_METHODS else self.trainer
+        return await bound(target, method)(*args, **options)
+
+    @override
     async def create(self, model_id: str, lora: LoraSpec) -> None:
         choice.check_spec(self._base, lora)
         await self.trainer.create(model_id, lora)
 
-    async def fork(self, model_id: str, source: str | Path, *, optimizer: bool) -> int:
-        return await self.trainer.fork(model_id, source, optimizer=optimizer)
-
+    @override
     async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
         placed = [self._placed(request) for request in passes]
         results = iter(await self.trainer.run([request for request in placed if isinstance(request, Pass)]))
         self._heap.after_work()
         return [next(results) if isinstance(request, Pass) else request for request in placed]
 
-    async def step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
-        return await self.trainer.step(model_id, adam)
-
-    async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
-        return await self.trainer.save(model_id, to, optimizer=optimizer)
-
+    @override
     async def load(self, model_id: str, source: Path, *, optimizer: bool) -> None:
         choice.check_spec(self._base, await self._exchange.read(lambda: read_spec(source)))
         await self.trainer.load(model_id, source, optimizer=optimizer)
 
-    async def drop(self, model_id: str) -> None:
-        await self.trainer.drop(model_id)
-
+    @override
     async def capture(self, model_id: str, version: str) -> None:
         self.sampler.versions.capture(version, self.trainer.capture(model_id))
 
+    @override
     async def persist(self, version: str, to: Path) -> int:
         return await self.sampler.versions.persist(version, to)
 
+    @override
     async def attach(self, version: str, source: Path) -> None:
         choice.check_spec(self._base, read_spec(source))
         self.sampler.versions.attach(version, source)
 
+    @override
     async def detach(self, version: str) -> None:
         self.sampler.versions.detach(version)
 
+    @override
     async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
         if request.images:
             request = placed_prompt(request, self._base.vision, self._card)
             check_sample(request, self._card)  # again, for its length may not have been known
         return await self.sampler.sample(request, on_delta)
 
-    async def cancel(self, request_id: str) -> None:
-        await self.sampler.cancel(request_id)
-
+    @override
     async def release_memory(self) -> None:
         self.sampler.batch.prefix_cache.shrink(0)
         self._active.release_memory()

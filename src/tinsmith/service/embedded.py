@@ -16,12 +16,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from tinsmith.engine.processes.parent import watch_parent
 from tinsmith.errors import ConfigError, EngineError, TinsmithError, UserError
 from tinsmith.service.config import KEY_PREFIX, ServeConfig
 from tinsmith.settings import writable_folder
@@ -147,23 +148,12 @@ def end_child(child: subprocess.Popen[bytes]) -> None:
         child.stdin.close()
 
 
-def on_parent_end(descriptor: int, end: Callable[[], None]) -> None:
-    """Call `end` in a thread when the other end of `descriptor` closes. Nothing else may read the descriptor."""
-
-    def watch() -> None:
-        while os.read(descriptor, 1):  # not sys.stdin.read: this thread would hold its lock at interpreter exit
-            pass
-        end()
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
 def main() -> int:
     """Entry point of the child process."""
     from tinsmith.service.server import serve  # the parent process needs no web server
 
     config = ServeConfig.model_validate_json(sys.stdin.buffer.readline())
-    on_parent_end(0, partial(os.kill, os.getpid(), signal.SIGTERM))
+    watch_parent(partial(os.kill, os.getpid(), signal.SIGTERM), descriptor=0)
 
     ready = os.dup(1)
     os.dup2(2, 1)  # any other output, here or of an engine, goes to the log

@@ -92,7 +92,7 @@ class FakeProcess:
             raise EngineDied("The process has ended.", from_outside=self.from_outside)
 
 
-class Places:
+class Slots:
     """Launches of fake processes; `lives[place]` are the processes of a place, the current one last."""
 
     def __init__(self, count: int) -> None:
@@ -125,10 +125,10 @@ async def trainer_with(model_id: str) -> FakeEngine:
     return trainer
 
 
-async def pool_of(count: int) -> tuple[SamplerPool, Places, FakeEngine]:
+async def pool_of(count: int) -> tuple[SamplerPool, Slots, FakeEngine]:
     """A pool, its processes, and its trainer with the model `m`."""
-    places, trainer = Places(count), await trainer_with("m")
-    return await SamplerPool.start(trainer, places.launches()), places, trainer
+    slots, trainer = Slots(count), await trainer_with("m")
+    return await SamplerPool.start(trainer, slots.launches()), slots, trainer
 
 
 def request_of(number: int, length: int = 128, **options: Any) -> SampleRequest:

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from tinsmith.engine.cluster.machines import checks
+from tinsmith.engine.processes import ray_checks
 from tinsmith.errors import ConfigError
 
 
@@ -17,8 +17,8 @@ def test_address_where_nothing_listens_is_refused_soon(monkeypatch: pytest.Monke
         listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with monkeypatch.context() as patch:
-            patch.setattr(checks, "REACH_HEAD_S", 0.2)
+            patch.setattr(ray_checks, "REACH_HEAD_S", 0.2)
             with pytest.raises(ConfigError, match=f"no Ray cluster at {address}"):
-                asyncio.run(checks.check_address(address))
+                asyncio.run(ray_checks.check_address(address))
         listener.listen()
-        asyncio.run(checks.check_address(address))
+        asyncio.run(ray_checks.check_address(address))

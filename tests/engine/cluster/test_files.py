@@ -16,18 +16,17 @@ from tinsmith.engine.base import Datum, LoraSpec, Pass, SampleRequest
 from tinsmith.engine.cluster.cluster import ModelCluster
 from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.cluster.files.cache import (
-    NEW_OBJECT,
     UNUSED_S,
     ObjectCache,
     ObjectSettings,
-    WrittenObject,
     object_path,
 )
 from tinsmith.engine.cluster.files.cached_engine import CachedEngine
 from tinsmith.engine.cluster.files.transfer import FolderTransfer
 from tinsmith.engine.cluster.objects import Manifest, MissingObjectError, ObjectStore, StoreUnavailableError
-from tinsmith.engine.cluster.placement import Subprocesses, SubprocessSeat
+from tinsmith.engine.cluster.plan import fault_of_store
 from tinsmith.engine.fake.engine import FakeEngine
+from tinsmith.engine.processes.slots import LocalSlot, LocalSlots, read_file
 from tinsmith.errors import ConfigError, EngineError, Gone
 
 LARGE = 1 << 30
@@ -122,11 +121,9 @@ async def test_engines_of_two_machines_exchange_objects(store: ObjectStore, cach
     await trainer.create("m", LoraSpec(rank=2, seed=1))
     await trainer.run([_pass("m")])
     await trainer.step("m", _adam())
-    state = await trainer.save("m", NEW_OBJECT, optimizer=True)
+    state = await trainer.save_object("m", optimizer=True)
     await trainer.capture("m", "v")
-    version = await trainer.persist("v", NEW_OBJECT)
-    assert isinstance(state, WrittenObject)
-    assert isinstance(version, WrittenObject)
+    version = await trainer.persist_object("v")
     request = SampleRequest(request_id="r", prompt=np.array([5, 6], np.int32), version="v", max_tokens=5, seed=3)
     expected = await trainer.sample(request)
     with pytest.raises(MissingObjectError):
@@ -135,7 +132,7 @@ async def test_engines_of_two_machines_exchange_objects(store: ObjectStore, cach
         await trainer.upload(digest)
     await sampler.attach("v", object_path(version.digest))
     await sampler.load("copy", object_path(state.digest), optimizer=True)
-    again = await sampler.save("copy", NEW_OBJECT, optimizer=True)
+    again = await sampler.save_object("copy", optimizer=True)
     assert again.digest == state.digest, "weights and moments are the same bits"
     assert (await sampler.sample(request)).sequences[0].tokens.tolist() == expected.sequences[0].tokens.tolist()
     piece = await trainer.read_file(version.digest, version.names[0], 1, 5)
@@ -149,7 +146,7 @@ async def test_a_version_is_fetched_again_before_its_next_sample(
     """Fails if only `attach` looks for the object: an engine reads its files when it likes."""
     writer = CachedEngine(FakeEngine(CONFIG), cache_in(tmp_path / "a"))
     await writer.create("m", LoraSpec(rank=2, seed=1))
-    written = await writer.save("m", NEW_OBJECT, optimizer=False)
+    written = await writer.save_object("m", optimizer=False)
     await writer.upload(written.digest)
     sampler = CachedEngine(FakeEngine(CONFIG), cache_in(tmp_path / "b"))
     await sampler.attach("v", object_path(written.digest))
@@ -168,7 +165,7 @@ async def test_a_load_waits_while_the_store_is_away(
     monkeypatch.setattr("tinsmith.engine.cluster.files.cached_engine.RETRY_S", 0.01)
     engines = [CachedEngine(FakeEngine(CONFIG), cache_in(tmp_path / name)) for name in "ab"]
     await engines[0].create("m", LoraSpec(rank=2, seed=1))
-    written = await engines[0].save("m", NEW_OBJECT, optimizer=True)
+    written = await engines[0].save_object("m", optimizer=True)
     await engines[0].upload(written.digest)
     fetch, attempts = ObjectStore.fetch, []
 
@@ -183,17 +180,17 @@ async def test_a_load_waits_while_the_store_is_away(
     assert len(attempts) == 3
 
 
-class Machine(SubprocessSeat):
-    """A seat of a machine that may see the data folder, and reach the store."""
+class Machine(LocalSlot):
+    """A slot of a machine that may see the data folder, and reach the store."""
 
     def __init__(self, name: str, *, sees: bool, reason: str = "") -> None:
         super().__init__(name, ())
         self.machine, self._sees, self._reason = name, sees, reason
 
-    async def read(self, path: Path, limit: int) -> bytes | None:
-        return await super().read(path, limit) if self._sees else None
-
-    async def check_store(self, url: str) -> str:
+    async def run(self, function: Any, *args: Any, **options: Any) -> Any:
+        if function is read_file:
+            return read_file(*args) if self._sees else None
+        assert function is fault_of_store
         return self._reason
 
 
@@ -219,14 +216,14 @@ async def test_trainer_that_has_moved_is_checked_again(tmp_path: Path, monkeypat
     """Fails if only the first start checks which machines see the folder."""
     settings = ObjectSettings(url=(tmp_path / "store").as_uri(), cache_bytes=LARGE)
     transfer = FolderTransfer(settings)
-    cluster = ModelCluster(CONFIG, ClusterConfig(), Subprocesses(), tmp_path, transfer)
+    cluster = ModelCluster(CONFIG, ClusterConfig(), LocalSlots(), tmp_path, transfer)
 
     async def start_engine(*_: object, **__: object) -> None:
         assert transfer.through_store == (cluster.generation > 1)
 
     monkeypatch.setattr("tinsmith.engine.cluster.cluster.start_engine", start_engine)
     for cluster.generation in (1, 2):
-        cluster._trainer_seats = [Machine("trainer-0", sees=False)]
+        cluster._trainer_slots = [Machine("trainer-0", sees=False)]
         await cluster._start_trainer()
 
 
@@ -235,9 +232,9 @@ async def test_sampler_that_has_moved_is_checked_again(tmp_path: Path) -> None:
     """Fails if only the first start of a sampler checks its machine, or if others need not reach the store then."""
     settings = ObjectSettings(url=(tmp_path / "store").as_uri(), cache_bytes=LARGE)
     transfer = FolderTransfer(settings)
-    cluster = ModelCluster(CONFIG, ClusterConfig(samplers=1), Subprocesses(), tmp_path, transfer)
+    cluster = ModelCluster(CONFIG, ClusterConfig(samplers=1), LocalSlots(), tmp_path, transfer)
     trainer, sampler = Machine("near", sees=True), Machine("near", sees=True)
-    cluster._trainer_seats, cluster._sampler_seats = [trainer], [sampler]
+    cluster._trainer_slots, cluster._sampler_slots = [trainer], [sampler]
     started = []
 
     async def launch() -> Any:
@@ -255,8 +252,8 @@ async def test_sampler_that_has_moved_is_checked_again(tmp_path: Path) -> None:
 @in_loop
 async def test_moved_process_without_a_store_is_refused_by_name(tmp_path: Path) -> None:
     """Fails if a machine is checked at the first start alone: saves there would fail one by one."""
-    cluster = ModelCluster(CONFIG, ClusterConfig(), Subprocesses(), tmp_path)
-    cluster._trainer_seats = [Machine("trainer-0", sees=False)]
+    cluster = ModelCluster(CONFIG, ClusterConfig(), LocalSlots(), tmp_path)
+    cluster._trainer_slots = [Machine("trainer-0", sees=False)]
     cluster.generation = 2
     with pytest.raises(ConfigError, match=r"trainer-0 does not see the folder .* or a --store"):
         await cluster._start_trainer()
@@ -283,7 +280,7 @@ async def test_an_object_that_left_the_cache_cannot_be_stored(
 ) -> None:
     engine = CachedEngine(FakeEngine(CONFIG), cache_in(tmp_path / "a"))
     await engine.create("m", LoraSpec(rank=2, seed=1))
-    written = await engine.save("m", NEW_OBJECT, optimizer=False)
+    written = await engine.save_object("m", optimizer=False)
     (tmp_path / "a" / written.digest).rename(tmp_path / "gone")
     with pytest.raises(Gone, match="cache of its machine"):
         await engine.upload(written.digest)

@@ -1,4 +1,4 @@
-"""Seats of this machine: processes that start, answer over TCP, and end with their parent."""
+"""Slots of this machine: processes that start, answer, and end with their parent."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ import psutil
 import pytest
 
 from tinsmith.engine.base import SampleRequest
-from tinsmith.engine.cluster.dial import dial
-from tinsmith.engine.cluster.machines.machine import visible_gpus
-from tinsmith.engine.cluster.placement import Program, Subprocesses, SubprocessSeat, start_child
-from tinsmith.engine.cluster.tls import Identity
-from tinsmith.engine.cluster.worker import start_engine
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
+from tinsmith.engine.processes.client import start_engine
+from tinsmith.engine.processes.machine import visible_gpus
+from tinsmith.engine.processes.slots import LocalSlot, LocalSlots, Program, start_listening
+from tinsmith.engine.processes.tls import Identity
 from tinsmith.errors import ConfigError, EngineDied
 
 CONFIG = EngineConfig(source="fake", kind="fake")
@@ -31,14 +30,14 @@ REQUEST = SampleRequest(request_id="r", prompt=np.array([1, 2, 3], np.int32), ma
 
 PARENT = """
 import asyncio, sys
-from tinsmith.engine.cluster.machines.machine import visible_gpus
-from tinsmith.engine.cluster.placement import Subprocesses
-from tinsmith.engine.cluster.worker import start_engine
+from tinsmith.engine.processes.machine import visible_gpus
+from tinsmith.engine.processes.slots import LocalSlots
+from tinsmith.engine.processes.client import start_engine
 from tinsmith.engine.config import EngineConfig
 
 async def main():
-    (seat,) = await Subprocesses().seats(1, name="worker")
-    engine = await start_engine(seat, EngineConfig(source="fake", kind="fake"), "fake", 1)
+    (slot,) = await LocalSlots().reserve(1, name="worker")
+    engine = await start_engine(slot, EngineConfig(source="fake", kind="fake"), "fake", 1)
     print(engine.pid, flush=True)
     await asyncio.sleep(600)
 
@@ -47,19 +46,19 @@ asyncio.run(main())
 
 
 @pytest.fixture
-def places(wait: Any) -> Iterator[Subprocesses]:
-    places = Subprocesses()
-    yield places
-    wait(places.close())
+def slots(wait: Any) -> Iterator[LocalSlots]:
+    slots = LocalSlots()
+    yield slots
+    wait(slots.close())
 
 
-def test_engine_in_a_seat_equals_a_local_one_and_starts_again(places: Subprocesses, wait: Any) -> None:
+def test_engine_in_a_seat_equals_a_local_one_and_starts_again(slots: LocalSlots, wait: Any) -> None:
     async def run() -> None:
-        (seat,) = await places.seats(1, name="worker")
-        engine = await start_engine(seat, CONFIG, "fake", 1)
+        (slot,) = await slots.reserve(1, name="worker")
+        engine = await start_engine(slot, CONFIG, "fake", 1)
         local = await FakeEngine(CONFIG).sample(REQUEST)
         np.testing.assert_array_equal((await engine.sample(REQUEST)).sequences[0].tokens, local.sequences[0].tokens)
-        first = seat.process
+        first = slot.process
         assert first is not None
         assert first.pid == engine.pid != os.getpid()
         os.kill(engine.pid, signal.SIGKILL)
@@ -70,12 +69,12 @@ def test_engine_in_a_seat_equals_a_local_one_and_starts_again(places: Subprocess
         assert engine.end.from_outside
         with pytest.raises(EngineDied):
             await engine.sample(REQUEST)
-        again = await start_engine(seat, CONFIG, "fake", 2)
-        assert seat.process is not None
-        assert seat.process.ticket.generation == 2
+        again = await start_engine(slot, CONFIG, "fake", 2)
+        assert slot.process is not None
+        assert slot.process.pid == again.pid
         assert again.pid != first.pid
         os.kill(again.pid, signal.SIGSTOP)
-        await asyncio.wait_for(seat.end(), 120)  # confirmed, although it was stopped
+        await asyncio.wait_for(slot.end(), 120)  # confirmed, although it was stopped
         assert not psutil.pid_exists(again.pid)
         await engine.close()
         await again.close()
@@ -105,10 +104,11 @@ def test_process_that_still_imports_ends_with_a_killed_parent(tmp_path: Path) ->
     file = tmp_path / "pid"
     environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "SLOW_FILE": str(file)}
     program = (
-        "import asyncio; from tinsmith.engine.cluster.placement import Program, Subprocesses;"
-        f"start = lambda seats: seats[0].start(Program(module='slow_program', environment={environment!r}), 1);"
-        "run = lambda: Subprocesses().seats(1, name='worker');"
-        "loop = asyncio.new_event_loop(); loop.run_until_complete(start(loop.run_until_complete(run())))"
+        "import asyncio; from tinsmith.engine.processes.slots import Program, LocalSlots;"
+        f"start = lambda slots: slots[0].start(Program(module='slow_program', environment={environment!r}), 1);"
+        "run = lambda: LocalSlots().reserve(1, name='worker');"
+        "loop = asyncio.new_event_loop(); process = loop.run_until_complete(start(loop.run_until_complete(run())));"
+        "loop.run_forever()"
     )
     with subprocess.Popen([sys.executable, "-c", program]) as parent:
         end = time.monotonic() + 240
@@ -121,10 +121,11 @@ def test_process_that_still_imports_ends_with_a_killed_parent(tmp_path: Path) ->
 
 
 IMPATIENT = """
-from tinsmith.engine.cluster import dial
-from tinsmith.engine.process import ParentLink
+from tinsmith.engine.processes import dial
+from tinsmith.engine.processes.worker import open_link
 dial.SILENCE_S = 1
-ParentLink(dial.Entrance.open().accept()).receive()
+link, _ = open_link()
+link.receive()
 """
 
 
@@ -135,10 +136,9 @@ def test_process_that_hears_nothing_ends(identity: Identity | None, tmp_path: Pa
     environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
 
     async def run() -> None:
-        process = await SubprocessSeat("worker", (), identity).start(
-            Program(module="impatient", environment=environment), 1
-        )
-        _, writer = await dial(process.address, process.ticket, identity, buffer=1 << 16)
+        slot = LocalSlot("worker", (), identity, over_tcp=True)
+        process = await slot.start(Program(module="impatient", environment=environment), 1)
+        _, writer = await process.connect(1 << 16)
         await asyncio.wait_for(process.died.wait(), 120)  # the connection is open
         assert process.code == 0
         writer.close()
@@ -146,29 +146,29 @@ def test_process_that_hears_nothing_ends(identity: Identity | None, tmp_path: Pa
     wait(run())
 
 
-def test_program_that_does_not_start_is_named(wait: Any, places: Subprocesses, tmp_path: Path) -> None:
-    (seat,) = wait(places.seats(1, name="worker"))
+def test_program_that_does_not_start_is_named(wait: Any, slots: LocalSlots, tmp_path: Path) -> None:
+    (slot,) = wait(slots.reserve(1, name="worker"))
     with (tmp_path / "log").open("wb") as log:
-        program, ticket = Program(module="tinsmith.no_such_module"), start_ticket(seat)
+        program, launch_token = Program(module="tinsmith.no_such_module"), new_launch_token(slot)
         with pytest.raises(EngineDied, match=r"no_such_module did not start \(exit status 1\)"):
-            wait(start_child(program, ticket, (), log.fileno()))
+            wait(start_listening(program, launch_token, (), log.fileno()))
     assert "No module named" in (tmp_path / "log").read_text()
 
 
-def start_ticket(seat: Any) -> Any:
-    from tinsmith.engine.cluster.dial import Ticket
+def new_launch_token(slot: Any) -> Any:
+    from tinsmith.engine.processes.dial import LaunchToken
 
-    assert isinstance(seat, SubprocessSeat)
-    return Ticket.new(1, seat.host)
+    assert isinstance(slot, LocalSlot)
+    return LaunchToken.new(1, slot.host)
 
 
 def test_gpus_are_given_once_and_come_back(wait: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
     assert visible_gpus() == ["3", "5", "7"]
-    places = Subprocesses()
-    first, second = wait(places.seats(2, name="rank", gpus=1))
+    slots = LocalSlots()
+    first, second = wait(slots.reserve(2, name="rank", gpus=1))
     assert (first.gpus, second.gpus) == (("3",), ("5",))
     with pytest.raises(ConfigError, match="2 processes with 1 GPU each; this machine has"):
-        wait(places.seats(2, name="sampler", gpus=1))
-    wait(places.give_back([first]))
-    assert [seat.gpus for seat in wait(places.seats(2, name="sampler", gpus=1))] == [("7",), ("3",)]
+        wait(slots.reserve(2, name="sampler", gpus=1))
+    wait(slots.give_back([first]))
+    assert [slot.gpus for slot in wait(slots.reserve(2, name="sampler", gpus=1))] == [("7",), ("3",)]

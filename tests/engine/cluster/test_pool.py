@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.engine.cluster.pools import CONFIG, Places, in_loop, pool_of, request_of, trainer_with
+from tests.engine.cluster.pools import CONFIG, Slots, in_loop, pool_of, request_of, trainer_with
 from tinsmith.engine.base import SequenceDelta
 from tinsmith.engine.cluster.files.cache import object_path
 from tinsmith.engine.cluster.pool import SamplerPool
@@ -24,7 +24,7 @@ async def _settle() -> None:
 
 @in_loop
 async def test_answers_equal_those_of_a_single_engine() -> None:
-    pool, places, _ = await pool_of(3)
+    pool, slots, _ = await pool_of(3)
     requests = [request_of(number, num_samples=2) for number in range(12)]
     results = await asyncio.gather(*map(pool.sample, requests))
     for request, result in zip(requests, results, strict=True):
@@ -32,26 +32,26 @@ async def test_answers_equal_those_of_a_single_engine() -> None:
         for left, right in zip(result.sequences, expected.sequences, strict=True):
             assert np.array_equal(left.tokens, right.tokens)
             assert np.array_equal(left.logprobs, right.logprobs)
-    assert [len(places[place].requests) for place in range(3)] == [4, 4, 4]
+    assert [len(slots[place].requests) for place in range(3)] == [4, 4, 4]
     await pool.close()
 
 
 @in_loop
 async def test_request_follows_its_prefix_until_the_replica_is_full() -> None:
-    pool, places, _ = await pool_of(2)
+    pool, slots, _ = await pool_of(2)
     await pool.sample(request_of(1))
     await pool.sample(request_of(2))
     await pool.sample(request_of(1, seed=5))
-    assert [len(places[place].requests) for place in range(2)] == [3, 0]  # nothing runs: both are free
+    assert [len(slots[place].requests) for place in range(2)] == [3, 0]  # nothing runs: both are free
     for place in range(2):
-        places[place].gate.clear()
+        slots[place].gate.clear()
     held = [asyncio.create_task(pool.sample(request_of(3, request_id=str(index)))) for index in range(40)]
     await _settle()
-    counts = [sum(request.seed == 3 for request in places[place].requests) for place in range(2)]
+    counts = [sum(request.seed == 3 for request in slots[place].requests) for place in range(2)]
     assert min(counts) > 0  # spilled over
     assert max(counts) > min(counts)
     for place in range(2):
-        places[place].gate.set()
+        slots[place].gate.set()
     await asyncio.gather(*held)
     assert pool.counts.routed_by_prefix > 20
     assert [each.cache_tokens for each in pool.status()] == [0, 0]
@@ -60,24 +60,24 @@ async def test_request_follows_its_prefix_until_the_replica_is_full() -> None:
 
 @in_loop
 async def test_version_is_attached_where_it_is_sampled(tmp_path: Path) -> None:
-    pool, places, trainer = await pool_of(3)
+    pool, slots, trainer = await pool_of(3)
     await trainer.save("m", tmp_path / "v", optimizer=False)
     await pool.attach("v", tmp_path / "v")
     await pool.sample(request_of(1, version="v"))
     await pool.attach("v", tmp_path / "v")  # the same folder again changes nothing
     await pool.sample(request_of(1, version="v"))
-    assert [len(places[place].calls) for place in range(3)] == [1, 0, 0]
+    assert [len(slots[place].calls) for place in range(3)] == [1, 0, 0]
     await pool.detach("v")
     with pytest.raises(Gone):
         await pool.sample(request_of(1, version="v"))
-    assert [name for name, _ in places[0].calls] == ["attach", "detach"]
+    assert [name for name, _ in slots[0].calls] == ["attach", "detach"]
     await pool.close()
 
 
 @in_loop
 async def test_versions_move_to_the_store(tmp_path: Path) -> None:
     """Fails if replicas that use the store are given a folder, or if one that has the version is given it again."""
-    pool, places, trainer = await pool_of(2)
+    pool, slots, trainer = await pool_of(2)
     await trainer.save("m", tmp_path / "v", optimizer=False)
     await pool.attach("v", tmp_path / "v")
     expected = await pool.sample(request_of(1, version="v"))
@@ -88,20 +88,20 @@ async def test_versions_move_to_the_store(tmp_path: Path) -> None:
     assert (await pool.sample(request_of(1, version="v"))).sequences[0].tokens.tolist() == (
         expected.sequences[0].tokens.tolist()
     )
-    assert [len(places[place].calls) for place in range(2)] == [1, 0]
+    assert [len(slots[place].calls) for place in range(2)] == [1, 0]
     await pool.close()
 
 
 @in_loop
 async def test_samples_wait_until_the_version_is_published(tmp_path: Path) -> None:
-    pool, places, _ = await pool_of(3)
+    pool, slots, _ = await pool_of(3)
     await pool.capture("m", "v")
     waiting = asyncio.create_task(pool.sample(request_of(1, version="v")))
     await _settle()
-    assert not any(places[place].requests for place in range(3))
+    assert not any(slots[place].requests for place in range(3))
     await pool.persist("v", tmp_path / "v")
     await waiting
-    attached = [any(name == "attach" for name, _ in places[place].calls) for place in range(3)]
+    attached = [any(name == "attach" for name, _ in slots[place].calls) for place in range(3)]
     assert attached.count(True) == 2  # two are given it at once
     await pool.close()
 
@@ -128,48 +128,48 @@ async def test_replaced_and_lost_versions_fail_their_waiting_samples(tmp_path: P
 
 @in_loop
 async def test_unheard_samples_of_a_dead_replica_go_to_another() -> None:
-    pool, places, _ = await pool_of(2)
-    places[0].gate.clear()
+    pool, slots, _ = await pool_of(2)
+    slots[0].gate.clear()
     request = request_of(7, max_tokens=6)
     running = asyncio.create_task(pool.sample(request, lambda _: None))
     await _settle()
-    places.may_start.clear()
-    places[0].die()
+    slots.may_start.clear()
+    slots[0].die()
     result = await running
     expected = await FakeEngine(CONFIG).sample(request)
     assert np.array_equal(result.sequences[0].tokens, expected.sequences[0].tokens)
-    assert len(places[1].requests) == 1
+    assert len(slots[1].requests) == 1
     assert pool.counts.moved == 1
     await pool.close()
 
 
 @in_loop
 async def test_streamed_samples_of_a_dead_replica_fail() -> None:
-    pool, places, _ = await pool_of(2)
-    places[0].hold.clear()
+    pool, slots, _ = await pool_of(2)
+    slots[0].hold.clear()
     deltas: list[SequenceDelta] = []
     running = asyncio.create_task(pool.sample(request_of(7), deltas.append))
     await _settle()
     assert len(deltas) == 1
-    places[0].die()
+    slots[0].die()
     with pytest.raises(EngineDied) as death:
         await running
     assert death.value.life == 1
-    assert not places[1].requests
+    assert not slots[1].requests
     await pool.close()
 
 
 @in_loop
 async def test_request_that_ends_replicas_is_stopped_after_two() -> None:
-    pool, places, _ = await pool_of(4)
+    pool, slots, _ = await pool_of(4)
     for place in range(4):
-        places[place].gate.clear()
+        slots[place].gate.clear()
     running = asyncio.create_task(pool.sample(request_of(1)))
-    places.may_start.clear()
+    slots.may_start.clear()
     for _ in range(2):
         await _settle()
-        place = next(place for place in range(4) if places[place].requests and not places[place].died.is_set())
-        places[place].die(from_outside=False)
+        place = next(place for place in range(4) if slots[place].requests and not slots[place].died.is_set())
+        slots[place].die(from_outside=False)
     with pytest.raises(EngineDied):
         await running
     assert pool.living == 2
@@ -178,18 +178,18 @@ async def test_request_that_ends_replicas_is_stopped_after_two() -> None:
 
 @in_loop
 async def test_requests_wait_while_no_replica_runs() -> None:
-    pool, places, _ = await pool_of(2)
+    pool, slots, _ = await pool_of(2)
     rooms: list[int] = []
     pool.on_change = lambda: rooms.append(pool.living)
-    places.may_start.clear()
+    slots.may_start.clear()
     for place in range(2):
-        places[place].die()
+        slots[place].die()
     await _settle()
     assert (pool.up.is_set(), rooms) == (False, [1, 0])
     waiting = asyncio.create_task(pool.sample(request_of(1)))
     await _settle()
     assert not waiting.done()
-    places.may_start.set()
+    slots.may_start.set()
     await waiting
     assert (pool.up.is_set(), rooms) == (True, [1, 0, 1, 2])
     assert [each.starts for each in pool.status()] == [2, 2]
@@ -198,21 +198,21 @@ async def test_requests_wait_while_no_replica_runs() -> None:
 
 @in_loop
 async def test_new_process_of_a_place_is_given_versions_again(tmp_path: Path) -> None:
-    pool, places, trainer = await pool_of(1)
+    pool, slots, trainer = await pool_of(1)
     await trainer.save("m", tmp_path / "v", optimizer=False)
     await pool.attach("v", tmp_path / "v")
     await pool.sample(request_of(1, version="v"))
-    places[0].die()
+    slots[0].die()
     await _settle()
     await pool.sample(request_of(1, version="v"))
-    assert [[name for name, _ in life.calls] for life in places.lives[0]] == [["attach"], ["attach"]]
+    assert [[name for name, _ in life.calls] for life in slots.lives[0]] == [["attach"], ["attach"]]
     await pool.close()
 
 
 @in_loop
 async def test_cancelled_request_is_cancelled_on_its_replica() -> None:
-    pool, places, _ = await pool_of(1)
-    places[0].gate.clear()
+    pool, slots, _ = await pool_of(1)
+    slots[0].gate.clear()
     running = asyncio.create_task(pool.sample(request_of(1)))
     await _settle()
     await pool.cancel("r1")
@@ -223,49 +223,49 @@ async def test_cancelled_request_is_cancelled_on_its_replica() -> None:
     caller.cancel()
     await asyncio.wait([caller])
     await _settle()
-    assert places[0].cancelled == ["r1", "r2"]
+    assert slots[0].cancelled == ["r1", "r2"]
     assert pool.status()[0].cache_tokens == 0
     await pool.close()
 
 
 @in_loop
 async def test_closing_fails_running_requests_and_ends_processes() -> None:
-    pool, places, _ = await pool_of(2)
+    pool, slots, _ = await pool_of(2)
     await pool.release_memory()
-    assert all(places[place].calls == [("release_memory", None)] for place in range(2))
-    places[0].gate.clear()
+    assert all(slots[place].calls == [("release_memory", None)] for place in range(2))
+    slots[0].gate.clear()
     running = asyncio.create_task(pool.sample(request_of(1)))
     await _settle()
     await pool.close()
     with pytest.raises(EngineDied):
         await running
-    assert all(places[place].died.is_set() for place in range(2))
+    assert all(slots[place].died.is_set() for place in range(2))
     assert not pool.up.is_set()
 
 
 @in_loop
 async def test_replica_that_does_not_start_ends_the_others() -> None:
-    places = Places(1)
+    slots = Slots(1)
 
     async def fail() -> None:
         raise EngineError("no memory")
 
     with pytest.raises(EngineError, match="no memory"):
-        await SamplerPool.start(await trainer_with("m"), [*places.launches(), fail])  # type: ignore[list-item]
-    assert places[0].died.is_set()
+        await SamplerPool.start(await trainer_with("m"), [*slots.launches(), fail])  # type: ignore[list-item]
+    assert slots[0].died.is_set()
 
 
 @in_loop
 async def test_trainer_samples_what_vllm_does_not_support(tmp_path: Path) -> None:
-    places, trainer = Places(2), await trainer_with("m")
-    pool = await SamplerPool.start(trainer, places.launches(), trainer.card)
+    slots, trainer = Slots(2), await trainer_with("m")
+    pool = await SamplerPool.start(trainer, slots.launches(), trainer.card)
     await trainer.save("m", tmp_path / "v", optimizer=False)
     await pool.attach("v", tmp_path / "v")
     await pool.sample(request_of(1, version="v", top_k=3))
-    assert not any(places[place].requests for place in range(2))
+    assert not any(slots[place].requests for place in range(2))
     request = request_of(2, version="v", prompt_logprobs=True)
     result = await pool.sample(request)
-    (routed,) = places[0].requests
+    (routed,) = slots[0].requests
     expected = await trainer.sample(replace(request, version=routed.version))
     assert np.array_equal(result.sequences[0].tokens, expected.sequences[0].tokens)
     assert result.prompt_logprobs is not None

@@ -20,13 +20,13 @@ import pytest
 from tests.engine.cluster.pools import in_loop
 from tests.engine.vllm import stub as vllm_stub
 from tinsmith.engine.base import LoraSpec, SampleRequest, SampleResult
+from tinsmith.engine.build import build
 from tinsmith.engine.cluster.cluster import ClusterEngine, ModelCluster
 from tinsmith.engine.cluster.config import ClusterConfig
-from tinsmith.engine.cluster.launches import torch_in_seat
-from tinsmith.engine.cluster.placement import Subprocesses
+from tinsmith.engine.cluster.launches import torch_in_slot
 from tinsmith.engine.cluster.pool import SamplerPool
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.process import build
+from tinsmith.engine.processes.slots import LocalSlots
 from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import Gone, Unsupported
 
@@ -61,9 +61,9 @@ async def test_replicas_answer_as_one_engine_also_while_one_is_killed(tiny_llama
     config = EngineConfig(source=str(tiny_llama), dtype="float32", device="cpu", threads=1)
     trainer = build(config)
     await trainer.create("m", LoraSpec(rank=4, seed=1))
-    places = Subprocesses()
-    seats = await places.seats(2, name="sampler")
-    pool = await SamplerPool.start(trainer, [torch_in_seat(seat, config) for seat in seats])
+    local = LocalSlots()
+    slots = await local.reserve(2, name="sampler")
+    pool = await SamplerPool.start(trainer, [torch_in_slot(slot, config) for slot in slots])
     try:
         await pool.capture("m", "v")
         await pool.persist("v", tmp_path / "v")
@@ -87,7 +87,7 @@ async def test_replicas_answer_as_one_engine_also_while_one_is_killed(tiny_llama
         assert victim.pid not in [each.pid for each in pool.status()]
     finally:
         await pool.close()
-        await places.close()
+        await local.close()
 
 
 @asynccontextmanager
@@ -101,7 +101,7 @@ async def _vllm_cluster(tiny_llama: Path, folder: Path) -> AsyncIterator[tuple[C
     config = EngineConfig(
         source=str(tiny_llama), dtype="float32", device="cpu", threads=1, sampler="vllm", vllm=settings
     )
-    cluster = ModelCluster(config, ClusterConfig(samplers=2), Subprocesses(), folder)
+    cluster = ModelCluster(config, ClusterConfig(samplers=2), LocalSlots(), folder)
     engine = await cluster.start()
     assert cluster.pool is not None
     try:

@@ -14,21 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinsmith.engine import remote
 from tinsmith.engine.base import SampleRequest
-from tinsmith.engine.cluster import dial
-from tinsmith.engine.cluster.dial import Address, Entrance, Ticket
-from tinsmith.engine.cluster.placement import Subprocesses
-from tinsmith.engine.cluster.tls import PIECE_BYTES, Identity, TlsSocket
-from tinsmith.engine.cluster.worker import start_engine
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
+from tinsmith.engine.processes import client, dial
+from tinsmith.engine.processes.client import start_engine
+from tinsmith.engine.processes.dial import Address, LaunchToken, Listener
+from tinsmith.engine.processes.slots import ListeningProcess, LocalSlots
+from tinsmith.engine.processes.tls import PIECE_BYTES, Identity, TlsSocket
 from tinsmith.errors import EngineDied
 
 pytest.importorskip("cryptography")
 
 SERVICE, STRANGER = Identity.new(), Identity.new()
-TICKET = Ticket.new(1, "127.0.0.1", identity=SERVICE)
+TOKEN = LaunchToken.new(1, "127.0.0.1", identity=SERVICE)
 SECRET = b"what the client said"
 
 
@@ -36,13 +35,13 @@ class Process:
     """A process that sends back what it receives, in a thread."""
 
     def __init__(self) -> None:
-        self.entrance = Entrance(TICKET)
-        assert self.entrance.identity is not None
-        self.address = Address("127.0.0.1", self.entrance.port, self.entrance.identity.certificate)
+        self.listener = Listener(TOKEN)
+        assert self.listener.identity is not None
+        self.address = Address("127.0.0.1", self.listener.port, self.listener.identity.certificate)
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        connection = self.entrance.accept()
+        connection = self.listener.accept()
         while data := connection.recv(PIECE_BYTES):
             connection.sendall(data)
         connection.close()
@@ -56,7 +55,7 @@ def process() -> Iterator[Process]:
 
 
 async def _say(address: Address, identity: Identity | None = SERVICE, data: bytes = SECRET) -> bytes:
-    reader, writer = await dial.dial(address, TICKET, identity, buffer=1 << 16)
+    reader, writer = await dial.dial(address, TOKEN, identity, buffer=1 << 16)
     writer.write(data)
     answer = await reader.readexactly(len(data))
     writer.close()
@@ -87,7 +86,7 @@ def test_nothing_readable_travels() -> None:
     assert asyncio.run(run()) == SECRET
     assert len(seen) > 4 * len(SECRET)
     assert SECRET not in seen
-    assert TICKET.token not in seen
+    assert TOKEN.secret not in seen
 
 
 @pytest.mark.parametrize("identity", [STRANGER, None], ids=["another certificate", "no TLS"])
@@ -108,7 +107,7 @@ def test_service_takes_the_process_only(process: Process) -> None:
 
 
 def test_process_without_tls_is_refused() -> None:
-    plain = Entrance(Ticket.new(1, "127.0.0.1"))
+    plain = Listener(LaunchToken.new(1, "127.0.0.1"))
     threading.Thread(target=plain.accept, daemon=True).start()
     with pytest.raises(EngineDied, match="is not the process started"):
         asyncio.run(_say(Address("127.0.0.1", plain.port, STRANGER.certificate)))
@@ -148,12 +147,12 @@ def test_both_directions_at_once() -> None:
 
 def test_data_that_arrives_during_the_close_is_no_error() -> None:
     """Fails if the end of a connection raises: a process sends heartbeats until its connection closes."""
-    entrance = Entrance(TICKET)
-    assert entrance.identity is not None
-    certificate = entrance.identity.certificate
+    listener = Listener(TOKEN)
+    assert listener.identity is not None
+    certificate = listener.identity.certificate
 
     def send() -> None:
-        connection = entrance.accept()
+        connection = listener.accept()
         with suppress(OSError):
             while True:
                 connection.sendall(b"x" * 1000)
@@ -161,20 +160,20 @@ def test_data_that_arrives_during_the_close_is_no_error() -> None:
     threading.Thread(target=send, daemon=True).start()
 
     async def run() -> None:
-        address = Address("127.0.0.1", entrance.port, certificate)
-        reader, writer = await dial.dial(address, TICKET, SERVICE, buffer=1 << 16)
+        address = Address("127.0.0.1", listener.port, certificate)
+        reader, writer = await dial.dial(address, TOKEN, SERVICE, buffer=1 << 16)
         await reader.readexactly(1000)
         async with asyncio.timeout(120):
-            await remote._close(writer)
+            await client._close(writer)
 
     asyncio.run(run())
 
 
 def test_calls_of_a_killed_process_with_tls_fail_as_others_do(wait: Any) -> None:
     async def run() -> None:
-        places = Subprocesses(Identity.new())
-        (seat,) = await places.seats(1, name="worker")
-        engine = await start_engine(seat, EngineConfig(source="fake", kind="fake"), "fake", 1)
+        slots = LocalSlots(Identity.new())
+        (slot,) = await slots.reserve(1, name="worker")
+        engine = await start_engine(slot, EngineConfig(source="fake", kind="fake"), "fake", 1)
 
         async def call_on() -> None:
             while True:
@@ -187,25 +186,25 @@ def test_calls_of_a_killed_process_with_tls_fail_as_others_do(wait: Any) -> None
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
             await engine.close()
         assert {type(outcome) for outcome in outcomes} == {EngineDied}
-        await places.close()
+        await slots.close()
 
     wait(run())
 
 
 def test_engine_in_a_seat_with_tls(wait: Any) -> None:
     async def run() -> None:
-        places = Subprocesses(Identity.new())
-        (seat,) = await places.seats(1, name="worker")
+        slots = LocalSlots(Identity.new())
+        (slot,) = await slots.reserve(1, name="worker")
         config = EngineConfig(source="fake", kind="fake")
-        engine = await start_engine(seat, config, "fake", 1)
+        engine = await start_engine(slot, config, "fake", 1)
         request = SampleRequest(request_id="r", prompt=np.array([1, 2], np.int32), max_tokens=5, seed=1)
         local = await FakeEngine(config).sample(request)
         np.testing.assert_array_equal((await engine.sample(request)).sequences[0].tokens, local.sequences[0].tokens)
-        assert seat.process is not None
-        assert seat.process.address.certificate not in (b"", seat.process.ticket.certificate)
+        assert isinstance(slot.process, ListeningProcess)
+        assert slot.process.address.certificate not in (b"", slot.process.launch_token.certificate)
         async with asyncio.timeout(120):
             await engine.close()
-        assert seat.process.code == 0  # by itself, when its connection closed
-        await places.close()
+        assert slot.process.code == 0  # by itself, when its connection closed
+        await slots.close()
 
     wait(run())

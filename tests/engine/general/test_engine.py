@@ -53,7 +53,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 @pytest.fixture(scope="module")
 def served(folder_of: Callable[[str], Path], wait: Any) -> Any:
     """An engine on the general path by its type."""
-    from tinsmith.engine.process import build
+    from tinsmith.engine.build import build
 
     made: dict[str, Any] = {}
 
@@ -159,7 +159,7 @@ def test_passes_of_several_sub_passes_match_one(served: Any, monkeypatch: pytest
 )
 def test_recomputed_layers_give_the_same_gradients(kind: str, folder_of: Any, served: Any, wait: Any) -> None:
     """Each layer runs twice with `recompute: always`, and once without; two tenants share the pass."""
-    from tinsmith.engine.process import build
+    from tinsmith.engine.build import build
 
     path = str(folder_of(kind))
     config = EngineConfig(source=path, dtype="float32", device="cpu", threads=1, path="general", recompute="always")
@@ -186,7 +186,7 @@ def test_recomputed_layers_give_the_same_gradients(kind: str, folder_of: Any, se
 
 
 def test_auto_falls_back_and_says_so_in_the_card(folder_of: Any, wait: Any) -> None:
-    from tinsmith.engine.process import build
+    from tinsmith.engine.build import build
 
     engine = build(EngineConfig(source=str(folder_of("llama4_text")), dtype="float32", device="cpu", threads=1))
     assert engine.card.path == "general"

@@ -21,7 +21,7 @@ Parts = Sequence[list[int] | bytes]
 def vision_engine(wait: Wait, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
     """An engine by the type of its model, created once."""
     from tests.vision import save_vision_model
-    from tinsmith.engine.process import build
+    from tinsmith.engine.build import build
 
     made: dict[str, Any] = {}
 

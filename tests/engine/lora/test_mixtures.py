@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from tests.architectures import save_tiny
 from tests.engine.lora.merged import merged_weights
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, SampleRequest
+from tinsmith.engine.build import build
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.lora.adapter import LoraPair
 from tinsmith.engine.model.support import is_expert_stack
-from tinsmith.engine.process import build
 
 ADAM = AdamParams(learning_rate=2e-3, eps=1e-4)
 

@@ -21,13 +21,13 @@ from tests.engine.inspection import gradients_of
 from tests.engine.reference import Reference, assert_same
 from tests.engine.sampling.helpers import PROMPT, sample_request, trained_logprobs
 from tinsmith.engine.base import AdamParams, LoraSpec
+from tinsmith.engine.build import build
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.exchange.merge import merge
 from tinsmith.engine.images.tower import without_weights
 from tinsmith.engine.lora.quantized_linear import QuantizedLinear, frozen_linear
 from tinsmith.engine.model import footprint, loading, quantization
 from tinsmith.engine.model.mixture.gates import linear_gates
-from tinsmith.engine.process import build
 
 library: Any = pytest.importorskip("bitsandbytes")
 

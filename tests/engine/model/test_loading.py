@@ -13,8 +13,8 @@ import transformers
 
 from tests.models import save_tokenizer
 from tinsmith.engine.base import Datum, LoraSpec, Pass
+from tinsmith.engine.build import build
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.process import build
 from tinsmith.errors import Unsupported
 
 SHAPE: dict[str, Any] = {

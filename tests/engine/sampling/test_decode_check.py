@@ -16,7 +16,7 @@ from tinsmith.errors import Unsupported
 
 
 def build(folder: Path) -> Any:
-    from tinsmith.engine.process import build as build_engine
+    from tinsmith.engine.build import build as build_engine
 
     return build_engine(EngineConfig(source=str(folder), dtype="float32", device="cpu", threads=1))
 

@@ -13,7 +13,7 @@ from tests.engine.sampling.helpers import sample_request
 from tinsmith.engine.base import SampleRequest, SampleResult, SequenceDelta
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
-from tinsmith.engine.remote import RemoteEngine
+from tinsmith.engine.processes.client import start_local
 
 
 @pytest.fixture(scope="module", params=("fake", "torch", "remote"))
@@ -23,7 +23,7 @@ def any_engine(request: pytest.FixtureRequest, tiny_llama: Path, wait: Any) -> I
     elif request.param == "torch":
         yield request.getfixturevalue("engine")
     else:
-        engine = wait(RemoteEngine.start(EngineConfig(source=str(tiny_llama), device="cpu", threads=1)))
+        engine = wait(start_local(EngineConfig(source=str(tiny_llama), device="cpu", threads=1)))
         yield engine
         wait(engine.close())
 

@@ -18,8 +18,8 @@ import numpy as np
 from benchmarks.parts.memory import peak, reset_peak, resident
 from tests.engine.data import tokens_of
 from tinsmith.engine.base import Datum, LoraSpec, Pass
+from tinsmith.engine.build import build
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.process import build
 
 LENGTH = 2048
 

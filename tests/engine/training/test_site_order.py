@@ -37,7 +37,7 @@ def assert_equal(actual: Pairs, expected: Pairs) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next"])
 def test_moments_are_at_their_sites_on_both_paths(kind: str, tmp_path: Path, wait: Callable[..., Any]) -> None:
-    from tinsmith.engine.process import build
+    from tinsmith.engine.build import build
 
     folder, engines = save_tiny(kind, tmp_path / "base"), []
     for path in ("fast", "general"):

@@ -21,9 +21,9 @@ from tests.engine.exchange.test_exchange import write_peft
 from tests.engine.sampling.helpers import PROMPT, assert_same_samples, sample_request
 from tests.engine.vllm import stub as vllm_stub
 from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard
+from tinsmith.engine.build import build
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.memory_plan import Gpu, MemoryPlan, ModelSizes, VllmPlan
-from tinsmith.engine.process import build
 from tinsmith.engine.vllm import completions
 from tinsmith.engine.vllm.engine import VllmEngine
 from tinsmith.engine.vllm.server import VllmServer, command_of, environment_of, find_python

@@ -20,7 +20,7 @@ from tests.engine.vllm.test_engine import CARD, FACTS, until
 from tinsmith.engine.base import SampleRequest, SampleResult
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.memory_plan import Gpu, MemoryPlan, VllmPlan
-from tinsmith.engine.remote import RemoteEngine
+from tinsmith.engine.processes.client import RemoteEngine
 from tinsmith.engine.vllm import engine as vllm_engine
 from tinsmith.engine.vllm import server as vllm_server
 from tinsmith.engine.vllm.engine import VllmEngine

@@ -13,10 +13,10 @@ import pytest
 
 from tests.service.support.inprocess import Api, api, loss_in, pass_body
 from tinsmith.engine.cluster.config import ClusterConfig
-from tinsmith.engine.cluster.placement import Subprocesses
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.processes.slots import LocalSlots
 from tinsmith.errors import ConfigError
-from tinsmith.service.engines.clusters import ClusterFactory, connect_places, engine_factory
+from tinsmith.service.engines.clusters import ClusterFactory, connect_slots, engine_factory
 from tinsmith.service.engines.host import start_engine
 from tinsmith.service.wire.protobuf import pb
 
@@ -81,8 +81,8 @@ def test_model_that_does_not_load_leaves_no_process(tmp_path: Path) -> None:
         factory = ClusterFactory(ClusterConfig(), tmp_path)
         with pytest.raises(ConfigError, match="processes of its own"):  # what the process itself answers
             await factory(EngineConfig(source="toy", kind="fake", sampler="vllm"))
-        assert isinstance(factory._places, Subprocesses)
-        assert factory._places._seats == []
+        assert isinstance(factory._slots, LocalSlots)
+        assert factory._slots._reserved == []
 
     asyncio.run(run())
 
@@ -93,11 +93,11 @@ def test_one_process_needs_no_cluster() -> None:
 
 
 def test_tls_is_a_setting() -> None:
-    """Fails if the setting does not reach the seats."""
+    """Fails if the setting does not reach the slots."""
 
     async def identities(*, tls: bool) -> list[object]:
-        places = await connect_places(ClusterConfig(tls=tls))
-        return [seat.identity for seat in await places.seats(2, name="sampler")]
+        slots = await connect_slots(ClusterConfig(tls=tls))
+        return [slot._identity for slot in await slots.reserve(2, name="sampler")]
 
     first, second = asyncio.run(identities(tls=True))
     assert first is second is not None

@@ -15,7 +15,7 @@ import tinker
 from tests.service.conftest import datum
 from tests.service.support.frontends import COUNT
 from tests.service.support.inprocess import KEY, Factory, api, until
-from tinsmith.engine.process import encode
+from tinsmith.engine.processes.worker import encode
 from tinsmith.service.frontends.channel import Channel
 from tinsmith.service.frontends.messages import BodyPart, ReadBody
 

@@ -25,7 +25,7 @@ from tests.service.support.frontends import frontends
 from tinsmith.engine.base import AdamParams, OnDelta, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
-from tinsmith.engine.remote import RemoteEngine
+from tinsmith.engine.processes.client import start_local
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.engines.host import EngineFactory, RunningEngine
 from tinsmith.service.frontends import serving
@@ -111,7 +111,7 @@ def slow(delay: float, signs: Signs) -> EngineFactory:
 
 async def separate(config: EngineConfig) -> RunningEngine:
     """Starts fake engines in processes of their own, as real ones are."""
-    remote = await RemoteEngine.start(config)
+    remote = await start_local(config)
     return RunningEngine(engine=remote, died=remote.died, process=remote)
 
 

@@ -71,13 +71,13 @@ class ClusterConfig(Settings):
         """Whether training takes a group of ranks, which may be a single one in deterministic mode."""
         return self.trainers > 1 or self.shards > 1 or self.shard
 
-    def group_on(self, seats: int, *, deterministic: bool) -> ClusterConfig | None:
-        """Settings of the largest group that `seats` seats and `min_trainers` allow; None if there is none.
+    def group_on(self, slots: int, *, deterministic: bool) -> ClusterConfig | None:
+        """Settings of the largest group that this many slots and `min_trainers` allow; None if there is none.
 
         In deterministic mode the shards stay, so that its weights have the same bits.
         """
         shards = self.shards_of_rows(deterministic=deterministic)
-        for count in range(min(seats, self.trainers), max(self.min_trainers, 1) - 1, -1):
+        for count in range(min(slots, self.trainers), max(self.min_trainers, 1) - 1, -1):
             if not deterministic:
                 return self.model_copy(update={"trainers": count})
             if shards % count == 0:

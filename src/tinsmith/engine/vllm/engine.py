@@ -16,10 +16,13 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard, OnDelta, Pass, PassResult, SampleRequest, SampleResult
+from typing_extensions import override
+
+from tinsmith.engine.base import LoraSpec, OnDelta, Pass, PassResult, SampleRequest, SampleResult
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.device_sharing import POLICIES, MemoryTurns, Workload
-from tinsmith.engine.remote import RemoteEngine
+from tinsmith.engine.processes.client import RemoteEngine, start_local
+from tinsmith.engine.processes.rpc import DelegatingEngine
 from tinsmith.engine.vllm import completions
 from tinsmith.engine.vllm.sampler import ZERO_ADAPTER, VllmSampler, write_zero_adapter
 from tinsmith.engine.vllm.server import VllmServer, find_python, sleeps
@@ -31,24 +34,25 @@ RELEASE_S = 10.0
 """Time for the torch engine to give back memory: it does so between two micro-batches."""
 
 
-class VllmEngine:
+class VllmEngine(DelegatingEngine):
     """Implements `engine.interface.Engine`; create it with `start`."""
 
     def __init__(self, torch_engine: RemoteEngine, config: EngineConfig) -> None:
+        super().__init__(torch_engine)
         self.torch_engine = torch_engine
         self.died = torch_engine.died
         card = torch_engine.card
         self._turns = MemoryTurns(self._hand_over, POLICIES[config.sharing]) if sleeps(config.vllm, card) else None
-        self._sampler = VllmSampler(
+        self._vllm = VllmSampler(
             torch_engine, config, card, restarts=True, turns=self._turns, make_room=self._release_trainer
         )
-        self._versions = self._sampler.versions
+        self._versions = self._vllm.versions
 
     @classmethod
     async def start(cls, config: EngineConfig) -> VllmEngine:
         """Start both processes and load the model. Raises ConfigError first, if vLLM is not installed."""
         await asyncio.to_thread(find_python, config.vllm)
-        torch_engine = await RemoteEngine.start(config.model_copy(update={"sampler": "torch"}))
+        torch_engine = await start_local(config.model_copy(update={"sampler": "torch"}))
         engine = cls(torch_engine, config)
         try:
             await engine.server.start()
@@ -61,81 +65,63 @@ class VllmEngine:
 
     async def add_zero_adapter(self) -> None:
         """Make ZERO_ADAPTER a version."""
-        folder = self._sampler.folder / ZERO_ADAPTER
+        folder = self._vllm.folder / ZERO_ADAPTER
         await write_zero_adapter(self.torch_engine, folder)
         await self._versions.attach(ZERO_ADAPTER, folder)
 
     @property
     def server(self) -> VllmServer:
         """The process of vLLM."""
-        return self._sampler.server
+        return self._vllm.server
 
-    @property
-    def card(self) -> ModelCard:
-        return self.torch_engine.card
-
-    @property
-    def progress(self) -> int:
-        return self.torch_engine.progress
-
+    @override
     async def create(self, model_id: str, lora: LoraSpec) -> None:
         self._versions.check_rank("lora_config", lora.rank)
         await self.torch_engine.create(model_id, lora)
 
-    async def fork(self, model_id: str, source: str | Path, *, optimizer: bool) -> int:
-        return await self.torch_engine.fork(model_id, source, optimizer=optimizer)
-
+    @override
     async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
         async with self._trainers_turn():
             return await self.torch_engine.run(passes)
 
-    async def step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
-        return await self.torch_engine.step(model_id, adam)
-
-    async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
-        return await self.torch_engine.save(model_id, to, optimizer=optimizer)
-
-    async def load(self, model_id: str, source: Path, *, optimizer: bool) -> None:
-        await self.torch_engine.load(model_id, source, optimizer=optimizer)
-
-    async def drop(self, model_id: str) -> None:
-        await self.torch_engine.drop(model_id)
-
+    @override
     async def capture(self, model_id: str, version: str) -> None:
         await self._versions.capture(model_id, version)
 
+    @override
     async def persist(self, version: str, to: Path) -> int:
         return await self._versions.persist(version, to)
 
+    @override
     async def attach(self, version: str, source: Path) -> None:
         await self._versions.attach(version, source)
 
+    @override
     async def detach(self, version: str) -> None:
         await self._versions.detach(version)
 
+    @override
     async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
         if not completions.is_supported(request, self.card):
             return await self._sample_on_trainer(request, on_delta)
         if not completions.has_prompt_questions(request):
-            return await self._sampler.sample(request, on_delta)
+            return await self._vllm.sample(request, on_delta)
         prompt_task = asyncio.create_task(self._sample_on_trainer(completions.prompt_questions(request)))
         try:
-            sampled, about_prompt = await self._sampler.sample(request, on_delta), await prompt_task
+            sampled, about_prompt = await self._vllm.sample(request, on_delta), await prompt_task
         finally:
             prompt_task.cancel()
         cached_tokens = sampled.prompt_cache_hit_tokens
         return replace(about_prompt, sequences=sampled.sequences, prompt_cache_hit_tokens=cached_tokens)
 
+    @override
     async def cancel(self, request_id: str) -> None:
-        await self._sampler.cancel(request_id)
+        await self._vllm.cancel(request_id)
         await self.torch_engine.cancel(request_id)
 
-    async def release_memory(self) -> None:
-        """Memory of the torch engine; that of vLLM is fixed at its start."""
-        await self.torch_engine.release_memory()
-
+    @override
     async def close(self) -> None:
-        await asyncio.gather(self._sampler.close(), self.torch_engine.close())
+        await asyncio.gather(self._vllm.close(), self.torch_engine.close())
         if self._turns is not None:
             await self._turns.close()
 

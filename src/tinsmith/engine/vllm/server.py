@@ -22,10 +22,11 @@ from pathlib import Path
 import httpx
 
 from tinsmith.engine.base import ModelCard
-from tinsmith.engine.child_process import CHILD_ENVIRONMENT
 from tinsmith.engine.device_sharing import MemoryTurns
-from tinsmith.engine.liveness import ProcessEnd, followers_seconds, process_end
 from tinsmith.engine.memory_plan import VLLM_ALONE_SHARE
+from tinsmith.engine.process_end import ProcessEnd, process_end
+from tinsmith.engine.processes.child import CHILD_ENVIRONMENT
+from tinsmith.engine.processes.heartbeat import followers_seconds
 from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError, EngineDied, EngineError, TinsmithError, Unsupported
 

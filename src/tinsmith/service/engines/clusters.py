@@ -10,9 +10,9 @@ from tinsmith.engine.cluster.cluster import ModelCluster
 from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.cluster.files.cache import ObjectSettings
 from tinsmith.engine.cluster.files.transfer import FolderTransfer
-from tinsmith.engine.cluster.placement import Places, Subprocesses
-from tinsmith.engine.cluster.tls import Identity
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.processes.slots import LocalSlots, Slots
+from tinsmith.engine.processes.tls import Identity
 from tinsmith.errors import ConfigError
 from tinsmith.service.engines.host import EngineFactory, RunningEngine, start_engine
 
@@ -23,15 +23,15 @@ class ClusterFactory:
     def __init__(self, cluster: ClusterConfig, folder: Path, transfer: FolderTransfer | None = None) -> None:
         """`folder`: the data folder; `transfer`: how files in it reach machines, which need not see it with a store."""
         self._cluster, self._folder, self.transfer = cluster, folder, transfer or FolderTransfer()
-        self._places: Places | None = None
+        self._slots: Slots | None = None
         self._connecting = asyncio.Lock()
         self._models: dict[str, ModelCluster] = {}
         """By source."""
 
     async def __call__(self, config: EngineConfig) -> RunningEngine:
         async with self._connecting:
-            self._places = self._places or await connect_places(self._cluster)
-        model = self._models.get(config.source) or self._new_model(config, self._places)
+            self._slots = self._slots or await connect_slots(self._cluster)
+        model = self._models.get(config.source) or self._new_model(config, self._slots)
         engine = await model.start()
         self._models[config.source] = model
         return RunningEngine(
@@ -44,8 +44,8 @@ class ClusterFactory:
             retire=partial(self._retire, config.source),
         )
 
-    def _new_model(self, config: EngineConfig, places: Places) -> ModelCluster:
-        return ModelCluster(config, self._cluster, places, self._folder, self.transfer)
+    def _new_model(self, config: EngineConfig, slots: Slots) -> ModelCluster:
+        return ModelCluster(config, self._cluster, slots, self._folder, self.transfer)
 
     async def _retire(self, source: str) -> None:
         model = self._models.pop(source, None)
@@ -53,19 +53,19 @@ class ClusterFactory:
             await model.close()
 
 
-async def connect_places(cluster: ClusterConfig) -> Places:
+async def connect_slots(cluster: ClusterConfig) -> Slots:
     """The machines of the settings. Raises ConfigError if they cannot be used."""
     identity = Identity.new() if cluster.tls else None
     if cluster.address is None:
-        return Subprocesses(identity)
+        return LocalSlots(identity)
     try:
-        from tinsmith.engine.cluster.machines.ray_places import RayPlaces
+        from tinsmith.engine.processes.ray_slots import RaySlots
     except ImportError as error:
         raise ConfigError(
             f"--cluster needs Ray, which is not installed ({error}).",
             "pip install 'tinsmith[cluster]', the same versions on all machines",
         ) from error
-    return await RayPlaces.connect(cluster.address, identity)
+    return await RaySlots.connect(cluster.address, identity)
 
 
 def engine_factory(

@@ -64,7 +64,7 @@ async def start_engine(config: EngineConfig) -> RunningEngine:
     """Start the fake engine in this process, or a real one in its own, where its Python delays no response."""
     if config.kind == "fake":
         return RunningEngine(engine=await asyncio.to_thread(FakeEngine, config), died=asyncio.Event())
-    from tinsmith.engine.remote import RemoteEngine  # not needed for the fake engine
+    from tinsmith.engine.processes.client import start_local  # not needed for the fake engine
 
     if config.sampler == "vllm":
         from tinsmith.engine.vllm.engine import VllmEngine
@@ -72,7 +72,7 @@ async def start_engine(config: EngineConfig) -> RunningEngine:
         engine = await VllmEngine.start(config)
         process, sampler_up = engine.torch_engine, engine.server.up
         return RunningEngine(engine=engine, died=engine.died, process=process, sampler_up=sampler_up)
-    remote = await RemoteEngine.start(config)
+    remote = await start_local(config)
     return RunningEngine(engine=remote, died=remote.died, process=remote)
 
 
@@ -152,7 +152,7 @@ class EngineHost:
     def progress_age_s(self) -> float:
         """Seconds since the engine's last progress, while it works; 0 while it has nothing to do."""
         process = self._running.process if self._running is not None else None
-        return process.pulse.progress_age_s if process is not None else 0.0
+        return process.heartbeats.progress_age_s if process is not None else 0.0
 
     @property
     def sampler_is_up(self) -> bool:

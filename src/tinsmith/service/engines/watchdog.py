@@ -5,20 +5,21 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-from tinsmith.engine.liveness import ProcessEnd, Pulse, Stall
+from tinsmith.engine.process_end import ProcessEnd
+from tinsmith.engine.processes.heartbeat import HeartbeatMonitor, Stall
 
 log = logging.getLogger(__name__)
 
 
 class WatchedProcess(Protocol):
-    """An engine's process; `engine.remote.RemoteEngine` is one."""
+    """An engine's process; `engine.processes.client.RemoteEngine` is one."""
 
     @property
     def pid(self) -> int:
         """Process id."""
         ...
 
-    pulse: Pulse
+    heartbeats: HeartbeatMonitor
     end: ProcessEnd | None
     """Why it ended."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from tinsmith.engine.process import LENGTH_PREFIX, encode
+from tinsmith.engine.processes.worker import LENGTH_PREFIX, encode
 
 
 class Channel(asyncio.Protocol):

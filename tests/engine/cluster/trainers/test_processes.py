@@ -19,11 +19,11 @@ from tests.architectures import save_tiny
 from tests.engine.data import pass_for
 from tests.engine.sampling.helpers import sample_request
 from tinsmith.engine.base import AdamParams, LoraSpec, Pass, PassResult
+from tinsmith.engine.build import build
 from tinsmith.engine.cluster.config import ClusterConfig
-from tinsmith.engine.cluster.placement import Subprocesses
 from tinsmith.engine.cluster.trainers.group import GroupEngine, start_group
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.process import build
+from tinsmith.engine.processes.slots import LocalSlots
 from tinsmith.errors import BadRequest, ConfigError, EngineDied, Unsupported
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("forked_programs")]
@@ -32,15 +32,15 @@ STEPS = 20
 
 @asynccontextmanager
 async def group_of(folder: Path, trainers: int = 2, **settings: Any) -> AsyncIterator[GroupEngine]:
-    places = Subprocesses()
+    local = LocalSlots()
     config = EngineConfig(source=str(folder), dtype="float32", device="cpu", threads=1, pass_tokens=64)
-    seats = await places.seats(trainers, name="trainer")
+    slots = await local.reserve(trainers, name="trainer")
     try:
-        group = await start_group(seats, config, ClusterConfig(trainers=trainers, **settings), 1)
+        group = await start_group(slots, config, ClusterConfig(trainers=trainers, **settings), 1)
         yield group
         await group.close()
     finally:
-        await places.close()
+        await local.close()
 
 
 def passes_of(step: int) -> list[Pass]:

@@ -15,8 +15,8 @@ from tests.engine.cluster.trainers.threads import ThreadGroup
 from tests.engine.images.test_training import ROWS, datum_of, pass_of
 from tests.vision import save_vision_model
 from tinsmith.engine.base import AdamParams, LoraSpec, PassResult
+from tinsmith.engine.build import build
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.process import build
 from tinsmith.routed_experts import to_words
 
 LAYERS, CHOSEN, EXPERTS = 3, 2, 4

@@ -12,7 +12,7 @@ import pytest
 from tests.engine.cluster.trainers.test_processes import group_of
 from tests.engine.data import pass_for
 from tinsmith.engine.base import LoraSpec
-from tinsmith.engine.liveness import ProcessEnd
+from tinsmith.engine.process_end import ProcessEnd
 from tinsmith.errors import EngineDied
 
 pytestmark = pytest.mark.cluster

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.architectures import save_tiny, tiny_model
 from tinsmith.engine.base import Datum, LoraSpec, ModelCard, Pass, PassResult, SampleRequest
+from tinsmith.engine.build import build
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.model.mixture import routing
-from tinsmith.engine.process import build
 from tinsmith.engine.sample_validation import check_sample
 from tinsmith.engine.validation import check_pass
 from tinsmith.errors import BadRequest, Unsupported

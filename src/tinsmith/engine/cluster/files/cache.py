@@ -7,8 +7,7 @@
 Processes of a machine share a cache. The least recently used objects are deleted when it is full, but none that was
 used lately: a process looks at an object's folder again before each use, and fetches it again if it is gone.
 
-On the connection, an object is the path `object:DIGEST` in the place of a folder, and `object:new` is the folder of one
-that is to be written, which the answer names: a WrittenObject. No torch here.
+On the connection, an object is the path `object:DIGEST` in the place of a folder. No torch here.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class ObjectSettings:
     cache: Path = DEFAULT_CACHE
 
     def encode(self) -> bytes:
-        """The settings as the payload of a ticket."""
+        """The settings as the payload of a launch token."""
         return pickle.dumps(self)
 
 
@@ -74,9 +73,6 @@ def digest_in(path: object) -> str | None:
     """The digest of the object that a path stands for; None for a folder."""
     text = str(path) if isinstance(path, Path) else ""
     return text.removeprefix(_SCHEME) if text.startswith(_SCHEME) else None
-
-
-NEW_OBJECT = object_path("new")
 
 
 class ObjectCache:

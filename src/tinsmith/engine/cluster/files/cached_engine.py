@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from typing_extensions import override
 
 from tinsmith.engine.base import OnDelta, Pass, PassResult, SampleRequest, SampleResult
-from tinsmith.engine.cluster.files.cache import NEW_OBJECT, ObjectCache, WrittenObject, digest_in
-from tinsmith.engine.remote import EngineCalls
+from tinsmith.engine.cluster.files.cache import ObjectCache, WrittenObject, digest_in
+from tinsmith.engine.interface import Engine
+from tinsmith.engine.processes.rpc import DelegatingEngine
 from tinsmith.errors import Gone, TinsmithError
 
 if TYPE_CHECKING:
@@ -33,11 +34,12 @@ RETRY_S = 5.0
 """Time between two attempts while the store is unavailable."""
 
 
-class CachedEngine(EngineCalls):
+class CachedEngine(DelegatingEngine):
     """An engine whose callers may name objects instead of folders. Implements `engine.interface.Engine`."""
 
-    def __init__(self, engine: Any, cache: ObjectCache) -> None:
-        self._engine, self._cache = engine, cache
+    def __init__(self, engine: Engine, cache: ObjectCache) -> None:
+        super().__init__(engine)
+        self._cache = cache
         self._sources: dict[str, str] = {}
         """Digest of the object of each version that has one."""
         self._unstored: dict[str, Manifest] = {}
@@ -46,20 +48,10 @@ class CachedEngine(EngineCalls):
         """Calls of the store that run."""
 
     @property
-    def card(self) -> Any:
-        """That of the engine."""
-        return self._engine.card
-
-    @property
-    def progress(self) -> int:
-        """That of the engine. While the store is read or written it grows with time: a slow store is no stall."""
-        return self._engine.progress + (int(time.monotonic()) if self._transfers else 0)
-
     @override
-    async def call(self, method: str, *args: Any, on_delta: OnDelta | None = None, **options: Any) -> Any:
-        if on_delta is not None:
-            options["on_delta"] = on_delta
-        return await getattr(self._engine, method)(*args, **options)
+    def progress(self) -> int:
+        """Progress of the engine. While the store is read or written it grows with time: a slow store is no stall."""
+        return self._engine.progress + (int(time.monotonic()) if self._transfers else 0)
 
     @override
     async def fork(self, model_id: str, source: str | Path, *, optimizer: bool) -> int:
@@ -91,14 +83,10 @@ class CachedEngine(EngineCalls):
         return [failed[index] if index in failed else next(results) for index in range(len(passes))]
 
     @override
-    async def save(self, model_id: str, to: Path, *, optimizer: bool) -> Any:
-        return await self._written(to, lambda to: self._engine.save(model_id, to, optimizer=optimizer))
-
-    @override
-    async def persist(self, version: str, to: Path) -> Any:
-        written = await self._written(to, lambda to: self._engine.persist(version, to))
-        self._remember(version, written.digest if isinstance(written, WrittenObject) else None)
-        return written
+    async def persist(self, version: str, to: Path) -> int:
+        size = await self._engine.persist(version, to)
+        self._remember(version, None)
+        return size
 
     @override
     async def capture(self, model_id: str, version: str) -> None:
@@ -116,6 +104,16 @@ class CachedEngine(EngineCalls):
         if digest is not None and digest not in self._unstored:
             await self._fetched(digest)  # the engine may have to read it again
         return await self._engine.sample(request, on_delta)
+
+    async def save_object(self, model_id: str, *, optimizer: bool) -> WrittenObject:
+        """As `save`, into a new object."""
+        return await self._written(lambda to: self._engine.save(model_id, to, optimizer=optimizer))
+
+    async def persist_object(self, version: str) -> WrittenObject:
+        """As `persist`, into a new object."""
+        written = await self._written(lambda to: self._engine.persist(version, to))
+        self._remember(version, written.digest)
+        return written
 
     async def upload(self, digest: str) -> None:
         """Store an object that was written here. Raises StoreUnavailableError; Gone if it is not here any more."""
@@ -138,9 +136,9 @@ class CachedEngine(EngineCalls):
 
         return await asyncio.to_thread(read)
 
+    @override
     async def close(self) -> None:
-        """End with the engine."""
-        await self._engine.close()
+        await super().close()
         await asyncio.to_thread(self._cache.close)
 
     def _remember(self, version: str, digest: str | None) -> None:
@@ -148,10 +146,8 @@ class CachedEngine(EngineCalls):
         if digest is not None:
             self._sources[version] = digest
 
-    async def _written(self, to: Path, write: Callable[[Path], Awaitable[int]]) -> Any:
-        """What `write` returns, or the object that it wrote."""
-        if to != NEW_OBJECT:
-            return await write(to)
+    async def _written(self, write: Callable[[Path], Awaitable[int]]) -> WrittenObject:
+        """The object of the folder that `write` writes."""
         folder = self._cache.new_folder()
         size = await write(folder)
         manifest = await asyncio.to_thread(self._cache.add, folder)
@@ -192,7 +188,7 @@ class CachedEngine(EngineCalls):
 
 
 def with_objects(load: Callable[[Any], Any], payload: bytes) -> Callable[[Any], Any]:
-    """`load`, whose engine has the cache that the payload of a ticket names, if it names one."""
+    """`load`, whose engine has the cache that the payload of a launch token names, if it names one."""
     if not payload:
         return load
 

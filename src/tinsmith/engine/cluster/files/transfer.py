@@ -8,19 +8,19 @@ and versions are named by digest. The files themselves come to this machine only
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
 from typing_extensions import override
 
 from tinsmith.atomic import atomic_folder
-from tinsmith.engine.base import ModelCard, OnDelta
-from tinsmith.engine.cluster.files.cache import NEW_OBJECT, ObjectSettings, WrittenObject, digest_in, object_path
-from tinsmith.engine.cluster.machines.plan import check_folder, check_store, without_sight
-from tinsmith.engine.cluster.placement import Seat
-from tinsmith.engine.remote import EngineCalls
+from tinsmith.engine.cluster.files.cache import ObjectSettings, WrittenObject, digest_in, object_path
+from tinsmith.engine.cluster.files.cached_engine import CachedEngine
+from tinsmith.engine.cluster.plan import check_folder, check_store, without_sight
+from tinsmith.engine.processes.client import ServedEngine
+from tinsmith.engine.processes.rpc import DelegatingEngine, EngineClient
+from tinsmith.engine.processes.slots import Slot
 
 log = logging.getLogger(__name__)
 
@@ -28,34 +28,12 @@ PIECE_BYTES = 8 << 20
 """Bytes of a file in one message."""
 
 
-class Calls(Protocol):
-    """An engine's process, as far as its files go."""
-
-    @property
-    def card(self) -> ModelCard:
-        """The model's properties."""
-        ...
-
-    @property
-    def progress(self) -> int:
-        """Grows while it works."""
-        ...
-
-    async def call(self, method: str, *args: Any, on_delta: OnDelta | None = None, **options: Any) -> Any:
-        """Call a method of its engine."""
-        ...
-
-    async def close(self) -> None:
-        """End it."""
-        ...
-
-
 @dataclass(eq=False, slots=True)
 class WrittenFolder:
     """A folder that a process has written as an object, and that is in its machine's cache only."""
 
     written: WrittenObject
-    process: Calls
+    process: EngineClient
     on_stored: list[Callable[[Path], None]] = field(default_factory=list)
 
     @property
@@ -65,15 +43,18 @@ class WrittenFolder:
 
     async def upload(self) -> None:
         """Have it stored. Raises StoreUnavailableError, EngineDied."""
-        await self.process.call("upload", self.digest)
+        await self.process.call(CachedEngine.upload, self.digest)
 
     async def bring(self, to: Path) -> None:
         """Copy its files into a folder here, over the connection of the process."""
         with atomic_folder(to) as temporary:
             for name in self.written.names:
                 with (temporary / name).open("wb") as file:
-                    while piece := await self.process.call("read_file", self.digest, name, file.tell(), PIECE_BYTES):
+                    while piece := await self._read(name, file.tell()):
                         file.write(piece)
+
+    async def _read(self, name: str, offset: int) -> bytes:
+        return await self.process.call(CachedEngine.read_file, self.digest, name, offset, PIECE_BYTES)
 
 
 class FolderTransfer:
@@ -90,31 +71,28 @@ class FolderTransfer:
 
     @property
     def payload(self) -> bytes:
-        """For the tickets of processes."""
+        """For the launch tokens of processes."""
         return self.objects.encode() if self.objects is not None else b""
 
-    async def choose(self, seats: Sequence[Seat], folder: Path, others: Sequence[Seat] = ()) -> None:
+    async def choose(self, slots: Sequence[Slot], folder: Path, others: Sequence[Slot] = ()) -> None:
         """Find out whether machines see a folder. Raises ConfigError if one sees neither it nor the store.
 
-        `others`: seats of processes that run, which must reach the store, too, once processes use it.
+        `others`: slots of processes that run, which must reach the store, too, once processes use it.
         """
-        seats = [seat for seat in seats if seat.machine not in self._machines]
-        if not seats:
+        slots = [slot for slot in slots if slot.machine not in self._machines]
+        if not slots:
             return
         if self.objects is None:
-            await check_folder(seats, folder)
-        elif blind := await without_sight(seats, folder):
-            await check_store(seats if self.through_store else [*seats, *others], self.objects.url)
+            await check_folder(slots, folder)
+        elif blind := await without_sight(slots, folder):
+            await check_store(slots if self.through_store else [*slots, *others], self.objects.url)
             if not self.through_store:
                 log.info("%s does not see %s: adapters go through %s.", blind, folder, self.objects.url)
             self.through_store = True
-        self._machines |= {seat.machine for seat in seats}
+        self._machines |= {slot.machine for slot in slots}
 
-    async def write(self, to: Path, process: Calls, call: Callable[[Path], Awaitable[Any]]) -> int:
-        """Have a process write a folder; returns its size in bytes. Through a store it is not here then."""
-        if not self.through_store:
-            return await call(to)
-        written = await call(NEW_OBJECT)
+    def add(self, to: Path, written: WrittenObject, process: EngineClient) -> int:
+        """A process has written an object in the place of a folder, which is not here then; returns its size."""
         self._written[to] = WrittenFolder(written, process)
         return written.bytes
 
@@ -151,36 +129,23 @@ class FolderTransfer:
             await written.bring(folder)
 
 
-class TransferringEngine(EngineCalls):
+class TransferringEngine(DelegatingEngine):
     """The training processes, which may write objects in the place of folders. Implements `engine.interface.Engine`."""
 
-    def __init__(self, process: Calls, transfer: FolderTransfer) -> None:
+    def __init__(self, process: ServedEngine, transfer: FolderTransfer) -> None:
+        super().__init__(process)
         self._process, self._transfer = process, transfer
-
-    @property
-    def card(self) -> ModelCard:
-        """The model's properties."""
-        return self._process.card
-
-    @property
-    def progress(self) -> int:
-        """Grows while the processes work."""
-        return self._process.progress
-
-    @override
-    async def call(self, method: str, *args: Any, on_delta: OnDelta | None = None, **options: Any) -> Any:
-        return await self._process.call(method, *args, on_delta=on_delta, **options)
 
     @override
     async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
-        save = super().save
-        return await self._transfer.write(to, self._process, lambda to: save(model_id, to, optimizer=optimizer))
+        if not self._transfer.through_store:
+            return await self._process.save(model_id, to, optimizer=optimizer)
+        written = await self._process.call(CachedEngine.save_object, model_id, optimizer=optimizer)
+        return self._transfer.add(to, written, self._process)
 
     @override
     async def persist(self, version: str, to: Path) -> int:
-        persist = super().persist
-        return await self._transfer.write(to, self._process, lambda to: persist(version, to))
-
-    async def close(self) -> None:
-        """End the processes."""
-        await self._process.close()
+        if not self._transfer.through_store:
+            return await self._process.persist(version, to)
+        written = await self._process.call(CachedEngine.persist_object, version)
+        return self._transfer.add(to, written, self._process)

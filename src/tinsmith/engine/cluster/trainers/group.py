@@ -11,18 +11,31 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import ParamSpec, TypeVar
 
-from tinsmith.engine.base import ModelCard, OnDelta
+from typing_extensions import override
+
+from tinsmith.engine.base import ModelCard
 from tinsmith.engine.cluster.config import ClusterConfig, RankConfig
-from tinsmith.engine.cluster.placement import Program, Seat
-from tinsmith.engine.cluster.worker import start_engine
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.liveness import HEARTBEAT_S, SILENCE_S, SILENCE_SHARE, Heartbeat, ProcessEnd, Pulse, Stall
-from tinsmith.engine.remote import EngineCalls, RemoteEngine
+from tinsmith.engine.process_end import ProcessEnd
+from tinsmith.engine.processes.client import RemoteEngine, ServedEngine, start_engine
+from tinsmith.engine.processes.heartbeat import (
+    HEARTBEAT_S,
+    SILENCE_S,
+    SILENCE_SHARE,
+    Heartbeat,
+    HeartbeatMonitor,
+    Stall,
+)
+from tinsmith.engine.processes.rpc import Method
+from tinsmith.engine.processes.slots import Program, Slot, free_port
 from tinsmith.errors import EngineDied
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 RANK = Program(module="tinsmith.engine.cluster.trainers.rank")
 CAUSE_S = 1.0
@@ -33,7 +46,7 @@ LOST_PEER = "exit status 70"
 _RETRY = "It is being restarted: try again later."
 
 
-class GroupEngine(EngineCalls):
+class GroupEngine(ServedEngine):
     """Implements `engine.interface.Engine` over the ranks of a group, of which the first leads."""
 
     def __init__(self, ranks: Sequence[RemoteEngine]) -> None:
@@ -41,19 +54,22 @@ class GroupEngine(EngineCalls):
         self.died = asyncio.Event()
         self.end: ProcessEnd | None = None
         """Why the group ended."""
-        self.pulse = Pulse()
+        self.heartbeats = HeartbeatMonitor()
         """Of all ranks together: one that waits for another makes no progress of its own."""
-        self._tasks = [asyncio.create_task(self._end_together()), asyncio.create_task(self._feel_pulse())]
+        self._tasks = [asyncio.create_task(self._end_together()), asyncio.create_task(self._count_progress())]
 
     @property
+    @override
     def card(self) -> ModelCard:
         return self._ranks[0].card
 
     @property
+    @override
     def progress(self) -> int:
         return sum(rank.progress for rank in self._ranks)
 
     @property
+    @override
     def pid(self) -> int:
         """Process id of rank 0."""
         return self._ranks[0].pid
@@ -63,15 +79,19 @@ class GroupEngine(EngineCalls):
         """Process ids of all ranks, each on its machine."""
         return [rank.pid for rank in self._ranks]
 
+    @override
     def running(self) -> str:
         """The calls without a reply."""
         return self._ranks[0].running()
 
+    @override
     async def stalled(self, timeout_s: float) -> Stall:
         """Wait until a rank sends no heartbeats, or none makes progress for `timeout_s` while calls run."""
         silence_s = min(SILENCE_S, SILENCE_SHARE * timeout_s)
-        watches = [asyncio.create_task(rank.pulse.stalled(math.inf, silence_s, lambda: False)) for rank in self._ranks]
-        watches.append(asyncio.create_task(self.pulse.stalled(timeout_s, math.inf, lambda: bool(self.running()))))
+        watches = [
+            asyncio.create_task(rank.heartbeats.stalled(math.inf, silence_s, lambda: False)) for rank in self._ranks
+        ]
+        watches.append(asyncio.create_task(self.heartbeats.stalled(timeout_s, math.inf, lambda: bool(self.running()))))
         try:
             done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
             return next(iter(done)).result()
@@ -79,6 +99,7 @@ class GroupEngine(EngineCalls):
             for watch in watches:
                 watch.cancel()
 
+    @override
     def kill(self, end: ProcessEnd) -> None:
         """End all ranks at once, even those that are stopped. Calls fail as after their death."""
         self.end = self.end or end
@@ -86,9 +107,10 @@ class GroupEngine(EngineCalls):
             if not rank.died.is_set():
                 rank.kill(end)
 
-    async def call(self, method: str, *args: Any, on_delta: OnDelta | None = None, **options: Any) -> Any:
+    @override
+    async def call(self, method: Method[P, R], *args: P.args, **options: P.kwargs) -> R:
         try:
-            return await self._ranks[0].call(method, *args, on_delta=on_delta, **options)
+            return await self._ranks[0].call(method, *args, **options)
         except EngineDied as error:
             await self.died.wait()  # until then, the reason may not be known
             if self.end is None:
@@ -97,6 +119,7 @@ class GroupEngine(EngineCalls):
                 f"A training process has ended ({self.end.text}).", _RETRY, from_outside=self.end.from_outside
             ) from error
 
+    @override
     async def close(self) -> None:
         """End all ranks and wait for them."""
         for task in self._tasks:
@@ -104,10 +127,10 @@ class GroupEngine(EngineCalls):
         self.died.set()
         await asyncio.gather(*(rank.close() for rank in self._ranks))
 
-    async def _feel_pulse(self) -> None:
+    async def _count_progress(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            self.pulse.beat(Heartbeat(self.progress))
+            self.heartbeats.beat(Heartbeat(self.progress))
 
     async def _end_together(self) -> None:
         """Wait until a rank ends, end the others, and set `died` when all are gone."""
@@ -132,32 +155,32 @@ class GroupEngine(EngineCalls):
 
 
 async def start_group(
-    seats: Sequence[Seat], config: EngineConfig, cluster: ClusterConfig, generation: int, payload: bytes = b""
+    slots: Sequence[Slot], config: EngineConfig, cluster: ClusterConfig, generation: int, payload: bytes = b""
 ) -> GroupEngine:
-    """Start a rank in each seat and wait until all have loaded the base model. The first seat leads.
+    """Start a rank in each slot and wait until all have loaded the base model. The first slot leads.
 
-    `payload`: of the tickets (`files.cached_engine`).
+    `payload`: of the launch tokens (`files.cached_engine`).
     Raises the error of loading, or EngineDied if a rank ended; all are then ended. Raises ConfigError if the settings
     do not fit.
     """
     cluster.shards_of_rows(deterministic=config.deterministic)
-    rendezvous = f"tcp://{seats[0].host}:{await seats[0].free_port()}"
+    rendezvous = f"tcp://{slots[0].host}:{await slots[0].run(free_port, slots[0].host)}"
     starts = []
-    for number, seat in enumerate(seats):
+    for number, slot in enumerate(slots):
         rank = RankConfig(
             engine=config,
             cluster=cluster,
             rank=number,
             rendezvous=rendezvous,
         )
-        starts.append(asyncio.create_task(start_engine(seat, rank, config.source, generation, RANK, payload)))
+        starts.append(asyncio.create_task(start_engine(slot, rank, config.source, generation, RANK, payload)))
     try:
         return GroupEngine(await asyncio.gather(*starts))
     except BaseException as error:
         for start in starts:
             start.cancel()
         outcomes = await asyncio.gather(*starts, return_exceptions=True)
-        await asyncio.gather(*(seat.end() for seat in seats))
+        await asyncio.gather(*(slot.end() for slot in slots))
         for outcome in outcomes:
             if isinstance(outcome, RemoteEngine):
                 await outcome.close()

@@ -12,21 +12,27 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from typing_extensions import override
 
 from tinsmith.engine import autotune
-from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard, OnDelta, Pass, PassResult, SampleRequest, SampleResult
+from tinsmith.engine.base import ModelCard, OnDelta, Pass, PassResult, SampleRequest, SampleResult
 from tinsmith.engine.cluster.config import RankConfig
-from tinsmith.engine.cluster.dial import Entrance
 from tinsmith.engine.cluster.files.cached_engine import with_objects
 from tinsmith.engine.cluster.trainers.ranks import Collectives, Ranks
-from tinsmith.engine.process import ParentLink, serve
+from tinsmith.engine.processes.rpc import DelegatingEngine, Method
+from tinsmith.engine.processes.worker import ParentLink, open_link, serve
 from tinsmith.engine.torch_engine import TorchEngine
 from tinsmith.errors import TinsmithError, Unsupported
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 RUN = "run"
+COMMANDS = frozenset((RUN, "create", "fork", "step", "load", "drop", "release_memory"))
+"""Methods that all ranks execute; the others concern rank 0 alone."""
 
 
 @dataclass(eq=False, slots=True)
@@ -41,82 +47,47 @@ class _Command:
     done: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-class Rank:
-    """What all ranks have: an engine, and connections to the others."""
-
-    def __init__(self, engine: TorchEngine, ranks: Ranks, collectives: Collectives) -> None:
-        self._engine, self._ranks, self._collectives = engine, ranks, collectives
-
-    @property
-    def card(self) -> ModelCard:
-        return self._engine.card
-
-    @property
-    def progress(self) -> int:
-        return self._engine.progress
-
-
-class LeadingRank(Rank):
+class LeadingRank(DelegatingEngine):
     """Rank 0. Implements `engine.interface.Engine`."""
 
     def __init__(self, engine: TorchEngine, ranks: Ranks, collectives: Collectives) -> None:
-        super().__init__(engine, ranks, collectives)
+        super().__init__(engine)
+        self._torch_engine, self._ranks, self._collectives = engine, ranks, collectives
         self._waiting: deque[_Command] = deque()
         self._worker: asyncio.Task[None] | None = None
 
-    async def create(self, model_id: str, lora: LoraSpec) -> None:
-        await self._command("create", model_id, lora)
+    @override
+    async def call(self, method: Method[P, R], *args: P.args, **options: P.kwargs) -> R:
+        if method.__name__ not in COMMANDS:
+            return await super().call(method, *args, **options)
+        models = {str(each) for each in args[:1]}
+        return await self._command(_Command(method.__name__, args, options, frozenset(models)))
 
+    @override
     async def fork(self, model_id: str, source: str | Path, *, optimizer: bool) -> int:
-        return await self._command("fork", model_id, source, models=(model_id, str(source)), optimizer=optimizer)
+        models = frozenset((model_id, str(source)))
+        return await self._command(_Command("fork", (model_id, source), {"optimizer": optimizer}, models))
 
+    @override
     async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
-        return await self._command(RUN, passes, models=[request.model_id for request in passes])
+        models = frozenset(request.model_id for request in passes)
+        return await self._command(_Command(RUN, (passes,), {}, models))
 
-    async def step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
-        return await self._command("step", model_id, adam)
-
-    async def load(self, model_id: str, source: Path, *, optimizer: bool) -> None:
-        await self._command("load", model_id, source, optimizer=optimizer)
-
-    async def drop(self, model_id: str) -> None:
-        await self._command("drop", model_id)
-
-    async def release_memory(self) -> None:
-        await self._command("release_memory", models=())
-
-    async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
-        return await self._engine.save(model_id, to, optimizer=optimizer)
-
-    async def capture(self, model_id: str, version: str) -> None:
-        await self._engine.capture(model_id, version)
-
-    async def persist(self, version: str, to: Path) -> int:
-        return await self._engine.persist(version, to)
-
-    async def attach(self, version: str, source: Path) -> None:
-        await self._engine.attach(version, source)
-
-    async def detach(self, version: str) -> None:
-        await self._engine.detach(version)
-
+    @override
     async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
         if self._ranks.lockstep:  # each token would gather the whole base model
             raise Unsupported(
                 "A base model that is sharded over training processes is not sampled from there.",
                 "Sample with vLLM (--samplers with sampler: vllm), without top_k, top_p and questions about prompts.",
             )
-        return await self._engine.sample(request, on_delta)
+        return await super().sample(request, on_delta)
 
-    async def cancel(self, request_id: str) -> None:
-        await self._engine.cancel(request_id)
-
+    @override
     async def close(self) -> None:
         """The ranks end with their connections."""
 
-    async def _command(self, method: str, *args: Any, models: Sequence[str] | None = None, **options: Any) -> Any:
-        """Have all ranks call a method, and return its result here. `models` is by default the first argument."""
-        command = _Command(method, args, options, frozenset(args[:1] if models is None else models))
+    async def _command(self, command: _Command) -> Any:
+        """Have all ranks call a method, and return its result here."""
         self._waiting.append(command)
         if self._worker is None:
             self._worker = asyncio.create_task(self._work())
@@ -130,7 +101,7 @@ class LeadingRank(Rank):
                 args = ([request for command in commands for request in command.args[0]],)
             await self._collectives.call(self._collectives.broadcast, (method, args, options))
             try:
-                result = await execute(self._engine, self._ranks, method, args, options)
+                result = await execute(self._torch_engine, self._ranks, method, args, options)
             except Exception as error:  # noqa: BLE001 - the caller's
                 for command in commands:
                     if not command.done.done():  # its caller was cancelled
@@ -162,8 +133,21 @@ class LeadingRank(Rank):
         return commands
 
 
-class FollowingRank(Rank):
+class FollowingRank:
     """Any other rank: executes the commands of rank 0 until it ends."""
+
+    def __init__(self, engine: TorchEngine, ranks: Ranks, collectives: Collectives) -> None:
+        self._engine, self._ranks, self._collectives = engine, ranks, collectives
+
+    @property
+    def card(self) -> ModelCard:
+        """The loaded base model."""
+        return self._engine.card
+
+    @property
+    def progress(self) -> int:
+        """Grows while it works."""
+        return self._engine.progress
 
     async def follow(self) -> None:
         """Execute commands. Never returns."""
@@ -225,8 +209,7 @@ async def _serve(link: ParentLink, payload: bytes) -> None:
 
 def main() -> None:
     """Entry point of the process."""
-    entrance = Entrance.open()
-    asyncio.run(_serve(ParentLink(entrance.accept()), entrance.ticket.payload))
+    asyncio.run(_serve(*open_link()))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tinsmith.engine.base import PassResult
 from tinsmith.engine.cluster.config import RankConfig
-from tinsmith.engine.cluster.machines.machine import versions
 from tinsmith.engine.cluster.trainers import shares
+from tinsmith.engine.processes.machine import versions
 from tinsmith.engine.training.exchange import Job
 from tinsmith.engine.training.optimizer import TrainableAdapter
 from tinsmith.engine.training.run_rows import RunRows
@@ -253,10 +253,10 @@ class Ranks:
         first = self._collectives.rank * self._per_rank
         for model_id, of_model in rows.items():
             bounds = shares.halved(shares.RowCosts.of([row.tokens for row in of_model]), self._shards)
-            places = [
+            positions = [
                 shard ^ shares.first_shard(model_id, self._shards) for shard in range(first, first + self._per_rank)
             ]
-            cut[model_id] = [of_model[bounds[place] : bounds[place + 1]] for place in places]
+            cut[model_id] = [of_model[bounds[position] : bounds[position + 1]] for position in positions]
         return cut
 
     def _sum(self, model: TrainableAdapter) -> None:

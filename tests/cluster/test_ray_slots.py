@@ -1,4 +1,4 @@
-"""Seats on a Ray cluster of three nodes: placement, deaths of processes, keepers and raylets, and who is refused."""
+"""Slots on a Ray cluster of three nodes: placement, deaths of processes, node agents, raylets, and who is refused."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ import pytest
 
 from tests.cluster.conftest import RayCluster
 from tinsmith.engine.base import SampleRequest
-from tinsmith.engine.cluster.machines.plan import check_folder
-from tinsmith.engine.cluster.tls import Identity
-from tinsmith.engine.cluster.worker import start_engine
+from tinsmith.engine.cluster.plan import check_folder
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.remote import RemoteEngine
+from tinsmith.engine.processes.client import RemoteEngine, start_engine
+from tinsmith.engine.processes.tls import Identity
 from tinsmith.errors import ConfigError, EngineDied
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -38,21 +37,21 @@ def wait() -> Iterator[Any]:
 
 
 @pytest.fixture
-def places(ray_cluster: RayCluster, wait: Any) -> Iterator[Any]:
-    from tinsmith.engine.cluster.machines.ray_places import RayPlaces
+def slots(ray_cluster: RayCluster, wait: Any) -> Iterator[Any]:
+    from tinsmith.engine.processes.ray_slots import RaySlots
 
-    places = wait(RayPlaces.connect(ray_cluster.address, Identity.new()))
-    yield places
-    wait(places.close())
+    slots = wait(RaySlots.connect(ray_cluster.address, Identity.new()))
+    yield slots
+    wait(slots.close())
 
 
 @pytest.fixture
 def start(wait: Any) -> Iterator[Any]:
-    """Starts a fake engine in a seat; it is closed after the test."""
+    """Starts a fake engine in a slot; it is closed after the test."""
     engines: list[RemoteEngine] = []
 
-    async def start(seat: Any, generation: int) -> RemoteEngine:
-        engines.append(await start_engine(seat, CONFIG, "fake", generation))
+    async def start(slot: Any, generation: int) -> RemoteEngine:
+        engines.append(await start_engine(slot, CONFIG, "fake", generation))
         return engines[-1]
 
     yield start
@@ -60,7 +59,7 @@ def start(wait: Any) -> Iterator[Any]:
         wait(engine.close())
 
 
-def keeper_of(pid: int) -> psutil.Process:
+def agent_of(pid: int) -> psutil.Process:
     parent = psutil.Process(pid).parent()
     assert parent is not None
     return parent
@@ -83,79 +82,79 @@ async def until_gone(*processes: psutil.Process, seconds: float = 5.0) -> None:
     raise AssertionError(f"{left} are left after {seconds:g} s")
 
 
-def test_seats_are_placed_and_given_back(places: Any, start: Any, wait: Any, tmp_path: Path) -> None:
+def test_seats_are_placed_and_given_back(slots: Any, start: Any, wait: Any, tmp_path: Path) -> None:
     async def run() -> None:
-        scattered = await places.seats(2, name="sampler", strategy="scatter")
-        assert len({seat.machine for seat in scattered}) == 2
-        assert {seat.machine for seat in scattered} <= {machine.name for machine in await places.machines()}
-        assert [seat.name for seat in scattered] == ["sampler-0", "sampler-1"]
+        scattered = await slots.reserve(2, name="sampler", strategy="scatter")
+        assert len({slot.machine for slot in scattered}) == 2
+        assert {slot.machine for slot in scattered} <= {machine.name for machine in await slots.machines()}
+        assert [slot.name for slot in scattered] == ["sampler-0", "sampler-1"]
         await check_folder(scattered, tmp_path)
-        engines = await asyncio.gather(*(start(seat, 1) for seat in scattered))
+        engines = await asyncio.gather(*(start(slot, 1) for slot in scattered))
         results = [await engine.sample(REQUEST) for engine in engines]
         assert results[0].sequences[0].tokens.tolist() == results[1].sequences[0].tokens.tolist()
         started = [psutil.Process(engine.pid) for engine in engines]
         assert {process.cwd() for process in started} == {os.getcwd()}
-        await places.give_back(scattered)
+        await slots.give_back(scattered)
         await until_gone(*started)
-        packed = await places.seats(2, name="trainer", strategy="strict_pack")
-        assert len({seat.machine for seat in packed}) == 1
-        await places.give_back(packed)
-        assert len(await places.seats(4, name="again")) == 4  # all four cores are free again
+        packed = await slots.reserve(2, name="trainer", strategy="strict_pack")
+        assert len({slot.machine for slot in packed}) == 1
+        await slots.give_back(packed)
+        assert len(await slots.reserve(4, name="again")) == 4  # all four cores are free again
 
     wait(run())
 
 
-def test_each_seat_has_gpus_of_its_own(ray_cluster: RayCluster, places: Any, wait: Any) -> None:
+def test_each_seat_has_gpus_of_its_own(ray_cluster: RayCluster, slots: Any, wait: Any) -> None:
     async def run() -> None:
-        seats = [*await places.seats(2, name="trainer", gpus=1), *await places.seats(1, name="sampler", gpus=2)]
-        assert [len(seat.gpus) for seat in seats] == [1, 1, 2]
-        assert sorted(gpu for seat in seats for gpu in seat.gpus) == ["0", "1", "2", "3"]
-        await places.give_back(seats)
+        reserved = [*await slots.reserve(2, name="trainer", gpus=1), *await slots.reserve(1, name="sampler", gpus=2)]
+        assert [len(slot.gpus) for slot in reserved] == [1, 1, 2]
+        assert sorted(gpu for slot in reserved for gpu in slot.gpus) == ["0", "1", "2", "3"]
+        await slots.give_back(slots)
 
     node = ray_cluster.add_node(cores=3, gpus=4)
     wait(run())
     ray_cluster.kill(node)
 
 
-def test_killed_process_is_started_again_in_its_seat(places: Any, start: Any, wait: Any) -> None:
+def test_killed_process_is_started_again_in_its_slot(slots: Any, start: Any, wait: Any) -> None:
     async def run() -> None:
-        (seat,) = await places.seats(1, name="trainer")
-        engine = await start(seat, 1)
+        (slot,) = await slots.reserve(1, name="trainer")
+        engine = await start(slot, 1)
         os.kill(engine.pid, signal.SIGKILL)
-        await asyncio.wait_for(seat.process.died.wait(), 5)
-        assert seat.process.code == -signal.SIGKILL
-        again = await start(seat, 2)
+        await asyncio.wait_for(slot.process.died.wait(), 5)
+        assert slot.process.code == -signal.SIGKILL
+        again = await start(slot, 2)
         os.kill(again.pid, signal.SIGSTOP)
         stopped = psutil.Process(again.pid)
-        await asyncio.wait_for(seat.end(), 5)
+        await asyncio.wait_for(slot.end(), 5)
         assert not stopped.is_running()
 
     wait(run())
 
 
-def test_keeper_ends_with_its_process_and_comes_back(places: Any, start: Any, wait: Any) -> None:
+def test_keeper_ends_with_its_process_and_comes_back(slots: Any, start: Any, wait: Any) -> None:
     async def run() -> None:
-        (seat,) = await places.seats(1, name="trainer")
-        engine = await start(seat, 1)
+        (slot,) = await slots.reserve(1, name="trainer")
+        engine = await start(slot, 1)
         process = psutil.Process(engine.pid)
-        keeper_of(engine.pid).kill()
+        agent_of(engine.pid).kill()
         await until_gone(process, seconds=2)
         await asyncio.wait_for(engine.died.wait(), 5)
-        again = await start(seat, 2)
+        again = await start(slot, 2)
         assert (await again.sample(REQUEST)).sequences
 
     wait(run())
 
 
-def test_program_that_does_not_start_shows_its_log(places: Any, wait: Any) -> None:
-    from tinsmith.engine.cluster.placement import Program
+def test_program_that_does_not_start_shows_its_log(slots: Any, wait: Any) -> None:
+    from tinsmith.engine.processes.slots import Program
 
-    (seat,) = wait(places.seats(1, name="trainer"))
+    (slot,) = wait(slots.reserve(1, name="trainer"))
     with pytest.raises(EngineDied, match="No module named"):
-        wait(seat.start(Program(module="tinsmith.no_such_module"), 1))
+        wait(slot.start(Program(module="tinsmith.no_such_module"), 1))
 
 
-def test_folder_that_a_machine_does_not_see_is_refused(places: Any, wait: Any, tmp_path: Path) -> None:
+def test_folder_that_a_machine_does_not_see_is_refused(slots: Any, wait: Any, tmp_path: Path) -> None:
     class Elsewhere:
         machine = "far"
 
@@ -168,59 +167,59 @@ def test_folder_that_a_machine_does_not_see_is_refused(places: Any, wait: Any, t
 
 
 def test_death_of_a_raylet_leaves_no_survivor_and_the_seat_moves(
-    ray_cluster: RayCluster, places: Any, start: Any, wait: Any
+    ray_cluster: RayCluster, slots: Any, start: Any, wait: Any
 ) -> None:
     async def run() -> None:
-        (seat,) = await places.seats(1, name="trainer")
-        engine = await start(seat, 1)
-        process, keeper = psutil.Process(engine.pid), keeper_of(engine.pid)
-        raylet = keeper.parent()
+        (slot,) = await slots.reserve(1, name="trainer")
+        engine = await start(slot, 1)
+        process, agent = psutil.Process(engine.pid), agent_of(engine.pid)
+        raylet = agent.parent()
         assert raylet is not None
         node = next(node for node in ray_cluster.nodes if raylet.pid in pids_of(node))
-        first = seat.machine
+        first = slot.machine
         ray_cluster.kill(node)
-        await until_gone(process, keeper, seconds=2)
+        await until_gone(process, agent, seconds=2)
         await asyncio.wait_for(engine.died.wait(), 5)
         ray_cluster.add_node()
         for _ in range(5):
             try:
-                again = await start(seat, 2)
+                again = await start(slot, 2)
                 break
             except EngineDied:
                 continue
-        assert seat.machine != first
+        assert slot.machine != first
         assert (await again.sample(REQUEST)).sequences
 
     wait(run())
 
 
 def test_seats_wait_for_a_machine_that_joins(
-    ray_cluster: RayCluster, places: Any, wait: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ray_cluster: RayCluster, slots: Any, wait: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from tinsmith.engine.cluster.machines import ray_places
+    from tinsmith.engine.processes import ray_slots
 
-    monkeypatch.setattr(ray_places, "WAIT_LOG_S", 0.5)
+    monkeypatch.setattr(ray_slots, "WAIT_LOG_S", 0.5)
 
     async def run() -> None:
-        there = {machine.name for machine in await places.machines() if machine.cpus}
+        there = {machine.name for machine in await slots.machines() if machine.cpus}
         wanted = len(there) + 1
-        waiting = asyncio.create_task(places._seats(wanted, "trainer", {"CPU": 1}, "STRICT_SPREAD"))
+        waiting = asyncio.create_task(slots._reserve(wanted, "trainer", {"CPU": 1}, "STRICT_SPREAD"))
         await asyncio.sleep(2)
         assert not waiting.done()
         assert f"no room for {wanted} x trainer: 1 CPU; waiting for machines" in caplog.text
         ray_cluster.add_node()
-        seats = await asyncio.wait_for(waiting, 120)
-        assert len({seat.machine for seat in seats} - there) == 1
+        reserved = await asyncio.wait_for(waiting, 120)
+        assert len({slot.machine for slot in reserved} - there) == 1
 
     wait(run())
 
 
 def test_head_that_is_killed_and_started_again_disturbs_nothing(
-    ray_cluster: RayCluster, places: Any, start: Any, wait: Any
+    ray_cluster: RayCluster, slots: Any, start: Any, wait: Any
 ) -> None:
     async def run() -> None:
-        (seat,) = await places.seats(1, name="trainer")
-        engine = await start(seat, 1)
+        (slot,) = await slots.reserve(1, name="trainer")
+        engine = await start(slot, 1)
         head = ray_cluster.cluster.head_node
         head.kill_gcs_server(check_alive=False)
         assert (await engine.sample(REQUEST)).sequences
@@ -229,30 +228,30 @@ def test_head_that_is_killed_and_started_again_disturbs_nothing(
         assert (await engine.sample(REQUEST)).sequences
         assert not engine.died.is_set()
         os.kill(engine.pid, signal.SIGKILL)
-        await asyncio.wait_for(seat.process.died.wait(), 20)
-        assert (await (await start(seat, 2)).sample(REQUEST)).sequences
+        await asyncio.wait_for(slot.process.died.wait(), 20)
+        assert (await (await start(slot, 2)).sample(REQUEST)).sequences
 
     wait(run())
 
 
 def test_keeper_comes_back_if_the_head_ends_while_it_is_placed(
-    ray_cluster: RayCluster, places: Any, start: Any, wait: Any
+    ray_cluster: RayCluster, slots: Any, start: Any, wait: Any
 ) -> None:
-    """Fails if a keeper takes all of its bundle (`KEEPER_SHARE`): Ray then has no room for it beside its lost lease."""
+    """Fails if a node agent takes all of its bundle (`AGENT_SHARE`): Ray has no room for it beside its lost lease."""
 
     async def run() -> None:
-        (seat,) = await places.seats(1, name="trainer")
-        engine = await start(seat, 1)
+        (slot,) = await slots.reserve(1, name="trainer")
+        engine = await start(slot, 1)
         head = ray_cluster.cluster.head_node
         for generation in range(2, 5):
-            keeper_of(engine.pid).kill()
-            await asyncio.sleep(0.2)  # Ray starts a process for the next keeper, which takes longer
+            agent_of(engine.pid).kill()
+            await asyncio.sleep(0.2)  # Ray starts a process for the next node agent, which takes longer
             head.kill_gcs_server(check_alive=False)
             await asyncio.sleep(1)
             head.start_gcs_server()
             async with asyncio.timeout(90):
                 await engine.died.wait()
-                engine = await start(seat, generation)
+                engine = await start(slot, generation)
         assert (await engine.sample(REQUEST)).sequences
 
     wait(run())
@@ -260,14 +259,14 @@ def test_keeper_comes_back_if_the_head_ends_while_it_is_placed(
 
 DRIVER = """
 import asyncio, sys
-from tinsmith.engine.cluster.machines.ray_places import RayPlaces
-from tinsmith.engine.cluster.worker import start_engine
+from tinsmith.engine.processes.ray_slots import RaySlots
+from tinsmith.engine.processes.client import start_engine
 from tinsmith.engine.config import EngineConfig
 
 async def main():
-    places = await RayPlaces.connect(sys.argv[1])
-    (seat,) = await places.seats(1, name="trainer")
-    engine = await start_engine(seat, EngineConfig(source="fake", kind="fake"), "fake", 1)
+    slots = await RaySlots.connect(sys.argv[1])
+    (slot,) = await slots.reserve(1, name="trainer")
+    engine = await start_engine(slot, EngineConfig(source="fake", kind="fake"), "fake", 1)
     print(engine.pid, flush=True)
     await asyncio.sleep(300)
 
@@ -280,9 +279,9 @@ def test_processes_end_with_a_killed_service(ray_cluster: RayCluster) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE) as driver:
         assert driver.stdout is not None
         process = psutil.Process(int(driver.stdout.readline()))
-        keeper = keeper_of(process.pid)
+        agent = agent_of(process.pid)
         driver.kill()
-    asyncio.run(until_gone(process, keeper, seconds=30))
+    asyncio.run(until_gone(process, agent, seconds=30))
 
 
 def test_signals_print_no_stack_trace(ray_cluster: RayCluster) -> None:
@@ -318,8 +317,8 @@ def test_clusters_that_are_refused(
     environment: dict[str, str], address: str | None, message: str, ray_cluster: RayCluster
 ) -> None:
     program = (
-        "import asyncio, sys; from tinsmith.engine.cluster.machines.ray_places import RayPlaces;"
-        "asyncio.run(RayPlaces.connect(sys.argv[1]))"
+        "import asyncio, sys; from tinsmith.engine.processes.ray_slots import RaySlots;"
+        "asyncio.run(RaySlots.connect(sys.argv[1]))"
     )
     command = [sys.executable, "-c", program, address or ray_cluster.address]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)

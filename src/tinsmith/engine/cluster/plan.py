@@ -1,4 +1,4 @@
-"""What a base model takes of the machines, decided before anything is loaded: GPUs, threads, and a plan of seats."""
+"""What a base model takes of the machines, decided before anything is loaded: GPUs, threads, and a plan of slots."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tinsmith.engine.cluster.machines.machine import Machine
-from tinsmith.engine.cluster.placement import Seat
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.processes.machine import Machine
+from tinsmith.engine.processes.slots import Slot, read_file
 from tinsmith.errors import ConfigError
 from tinsmith.plurals import counted
 
@@ -21,20 +21,20 @@ def uses_gpus(config: EngineConfig, machines: Sequence[Machine]) -> bool:
 
 
 def with_threads(
-    config: EngineConfig, trainers: Sequence[Seat], samplers: Sequence[Seat], machines: Sequence[Machine]
+    config: EngineConfig, trainers: Sequence[Slot], samplers: Sequence[Slot], machines: Sequence[Machine]
 ) -> EngineConfig:
     """The settings with the cores of the fullest machine divided among its processes, where no threads were set."""
     if config.threads:
         return config
-    seats = [seat.machine for seat in (*trainers, *samplers)]
-    shares = [machine.cpus // count for machine in machines if (count := seats.count(machine.name))]
+    slots = [slot.machine for slot in (*trainers, *samplers)]
+    shares = [machine.cpus // count for machine in machines if (count := slots.count(machine.name))]
     return config.model_copy(update={"threads": max(1, min(shares, default=1))})
 
 
 def plan(
     config: EngineConfig,
-    trainers: Sequence[Seat],
-    samplers: Sequence[Seat],
+    trainers: Sequence[Slot],
+    samplers: Sequence[Slot],
     machines: Sequence[Machine],
     *,
     is_sharded: bool = False,
@@ -47,23 +47,23 @@ def plan(
     size = f", {weights / 1e9:.1f} GB of weight files{'' if is_sharded else ' each'}" if weights else ""
     yield f"Plan for {config.source}: {len(trainers)} training and {counted(len(samplers), 'sampling process')}{size}"
     by_name = {machine.name: machine for machine in machines}
-    for name in dict.fromkeys(seat.machine for seat in (*trainers, *samplers)):
-        seats = [seat for seat in (*trainers, *samplers) if seat.machine == name]
+    for name in dict.fromkeys(slot.machine for slot in (*trainers, *samplers)):
+        slots = [slot for slot in (*trainers, *samplers) if slot.machine == name]
         machine = by_name.get(name)
         hardware = (
             f", {counted(machine.cpus, 'core')}, {machine.memory_bytes / 1e9:.0f} GB" if machine is not None else ""
         )
-        yield f"  {name} ({seats[0].host}{hardware})"
-        if machine is not None and not seats[0].gpus and len(seats) * weights > machine.memory_bytes:
-            yield f"    {counted(len(seats), 'process')}: the weights alone take more than the machine's memory"
-        for seat in seats:
-            device = f"GPU {', '.join(seat.gpus)}" if seat.gpus else f"CPU, {counted(config.threads, 'thread')}"
-            parts = len(trainers) if is_sharded and seat in trainers else max(1, len(seat.gpus))
-            room = machine.gpu_bytes if machine is not None and seat.gpus and config.quantize == "none" else 0
+        yield f"  {name} ({slots[0].host}{hardware})"
+        if machine is not None and not slots[0].gpus and len(slots) * weights > machine.memory_bytes:
+            yield f"    {counted(len(slots), 'process')}: the weights alone take more than the machine's memory"
+        for slot in slots:
+            device = f"GPU {', '.join(slot.gpus)}" if slot.gpus else f"CPU, {counted(config.threads, 'thread')}"
+            parts = len(trainers) if is_sharded and slot in trainers else max(1, len(slot.gpus))
+            room = machine.gpu_bytes if machine is not None and slot.gpus and config.quantize == "none" else 0
             if room and weights / parts > room:
                 device += f"; does not fit: {weights / parts / 1e9:.1f} GB of weights on a GPU of {room / 1e9:.1f} GB"
-            yield f"    {seat.name}: {device}"
-    homes = len({seat.machine for seat in trainers})
+            yield f"    {slot.name}: {device}"
+    homes = len({slot.machine for slot in trainers})
     if is_sharded and homes > 1:
         yield f"  The base model is sharded over {homes} machines: each pass sends every layer between them, twice"
 
@@ -74,9 +74,9 @@ def weight_bytes(source: str) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
 
 
-async def check_folder(seats: Sequence[Seat], folder: Path) -> None:
+async def check_folder(slots: Sequence[Slot], folder: Path) -> None:
     """Raises ConfigError if a machine does not see the files that this one writes into a folder."""
-    blind = await without_sight(seats, folder)
+    blind = await without_sight(slots, folder)
     if blind:
         raise ConfigError(
             f"{blind} does not see the folder {folder}, where checkpoints and versions are written.",
@@ -84,25 +84,36 @@ async def check_folder(seats: Sequence[Seat], folder: Path) -> None:
         )
 
 
-async def without_sight(seats: Sequence[Seat], folder: Path) -> str:
+async def without_sight(slots: Sequence[Slot], folder: Path) -> str:
     """A machine that does not see the files that this one writes into a folder; empty if all do."""
     nonce = os.urandom(16)
     file = folder / f".shared-{nonce.hex()}"
     file.write_bytes(nonce)
     try:
-        for seat in seats:
-            if await seat.read(file.absolute(), len(nonce)) != nonce:
-                return seat.machine
+        for slot in slots:
+            if await slot.run(read_file, file.absolute(), len(nonce)) != nonce:
+                return slot.machine
     finally:
         file.unlink()
     return ""
 
 
-async def check_store(seats: Sequence[Seat], url: str) -> None:
+async def check_store(slots: Sequence[Slot], url: str) -> None:
     """Raises ConfigError if a machine cannot write, read and delete a file of an object store."""
-    for seat in {seat.machine: seat for seat in seats}.values():
-        if reason := await seat.check_store(url):
+    for slot in {slot.machine: slot for slot in slots}.values():
+        if reason := await slot.run(fault_of_store, url):
             raise ConfigError(
-                f"{seat.machine} cannot use the store: {reason}",
+                f"{slot.machine} cannot use the store: {reason}",
                 "Set its credentials on every machine before `ray start`; install tinsmith[cluster] there.",
             )
+
+
+def fault_of_store(url: str) -> str:
+    """Why this machine cannot use an object store; empty if it can."""
+    from tinsmith.engine.cluster.objects import ObjectStore  # with fsspec
+
+    try:
+        ObjectStore(url).check()
+    except ConfigError as error:
+        return str(error)
+    return ""

@@ -1,4 +1,4 @@
-"""Liveness: when a child counts as stalled, and what its end means."""
+"""Heartbeats: when a child counts as stalled, and what its end means."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from tinsmith.engine import liveness
-from tinsmith.engine.liveness import Heartbeat, Pulse, process_end
+from tinsmith.engine.process_end import process_end
+from tinsmith.engine.processes import heartbeat
+from tinsmith.engine.processes.heartbeat import Heartbeat, HeartbeatMonitor
 
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.01)
 
 
 async def reason(patch: pytest.MonkeyPatch, beats: list[int], *, busy: bool) -> str | None:
     """Why a child stalls that sends these progress counters, one a tick; None if it does not within 30 ticks."""
-    pulse, ticks = Pulse(), count()
+    heartbeats, ticks = HeartbeatMonitor(), count()
 
     async def tick(seconds: float) -> None:
         if next(ticks) == 30:
@@ -29,12 +30,12 @@ async def reason(patch: pytest.MonkeyPatch, beats: list[int], *, busy: bool) -> 
 
     def is_busy() -> bool:
         if beats:
-            pulse.beat(Heartbeat(beats.pop(0)))
+            heartbeats.beat(Heartbeat(beats.pop(0)))
         return busy
 
-    patch.setattr(liveness, "asyncio", SimpleNamespace(sleep=tick))
+    patch.setattr(heartbeat, "asyncio", SimpleNamespace(sleep=tick))
     try:
-        return (await pulse.stalled(0.1, 0.15, is_busy)).reason
+        return (await heartbeats.stalled(0.1, 0.15, is_busy)).reason
     except TimeoutError:
         return None
 
@@ -52,7 +53,7 @@ async def reason(patch: pytest.MonkeyPatch, beats: list[int], *, busy: bool) -> 
 def test_child_stalls_without_heartbeat_or_progress(
     beats: list[int], busy: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails without the comparison of either limit in `Pulse.stalled`."""
+    """Fails without the comparison of either limit in `HeartbeatMonitor.stalled`."""
     found_reason = asyncio.run(reason(monkeypatch, beats, busy=busy))
     assert (found_reason or "None").startswith(str(expected))
 
@@ -61,13 +62,13 @@ def test_pause_of_the_parent_is_one_tick() -> None:
     """A parent that could not run for a second must not kill its engine. Fails if ages are differences of a clock."""
 
     async def main() -> None:
-        pulse = Pulse()
-        stalled = asyncio.create_task(pulse.stalled(0.5, 0.5, lambda: True))
+        heartbeats = HeartbeatMonitor()
+        stalled = asyncio.create_task(heartbeats.stalled(0.5, 0.5, lambda: True))
         await asyncio.sleep(0.02)
         time.sleep(1.0)  # noqa: ASYNC251 - the loop stands still
         await asyncio.sleep(0.02)
         assert not stalled.done()
-        assert pulse.silent_s < 0.2
+        assert heartbeats.silent_s < 0.2
         stalled.cancel()
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Signs of life of a child process: heartbeats with a progress counter, the watch over them, and why a process ended.
+"""Heartbeats of a process, with a progress counter, and the watch over them.
 
 A thread of the child sends a heartbeat twice a second, also while the child computes. No heartbeat means that the
 process is stopped or frozen; a progress counter that stands still while calls run means that it hangs.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-import signal
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from tinsmith.engine.process_end import oom_kills
 
 HEARTBEAT_S = 0.5
 SILENCE_S = 30.0
@@ -25,16 +26,6 @@ SILENCE_SHARE = 0.75
 """The same as a share of a short time-out for progress: a process that is stopped makes no progress either."""
 LOAD_TIMEOUT_S = 600.0
 """Longest time in which a process that loads a model neither computes nor reads nor writes. A download writes."""
-
-_FROM_OUTSIDE = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
-_HINTS: dict[int, str] = {
-    signal.SIGFPE: "an arithmetic fault in native code, such as an integer division that overflows",
-    signal.SIGSEGV: "a memory fault in native code",
-    signal.SIGBUS: "a memory fault: a mapped file was truncated, or shared memory is full",
-    signal.SIGILL: "native code that this processor does not have",
-    signal.SIGABRT: "native code gave up; its message is in the log before this line",
-    signal.SIGXCPU: "it used more processor time than allowed",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +68,8 @@ def followers_seconds(leader: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-class Pulse:
-    """What the parent knows of a child's life.
+class HeartbeatMonitor:
+    """Watches the heartbeats of a process, in its parent.
 
     Times are counted in ticks of `stalled`. While the parent itself cannot run, heartbeats wait in the socket; however
     long that takes, it is one tick.
@@ -123,37 +114,3 @@ class Stall:
     reason: str
     from_outside: bool
     """Whether no request can be the cause: a process that is stopped does not run any."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessEnd:
-    """Why a process ended."""
-
-    text: str
-    from_outside: bool
-    """Whether someone ended it, so that what it ran is not the cause."""
-
-
-def process_end(code: int | None, *, memory_ran_out: bool) -> ProcessEnd:
-    """The end of a process with this exit code, which is minus the signal for one that a signal ended."""
-    if code is None:
-        return ProcessEnd("its connection closed", from_outside=False)
-    if code >= 0:
-        return ProcessEnd(f"exit status {code}", from_outside=False)
-    number = -code
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    if number in _FROM_OUTSIDE:
-        return ProcessEnd(f"{name}: someone ended it", from_outside=True)
-    if number == signal.SIGKILL:
-        cause = "the system killed it, most likely because memory ran out" if memory_ran_out else "someone killed it"
-        return ProcessEnd(f"{name}: {cause}", from_outside=not memory_ran_out)
-    return ProcessEnd(f"{name}: {_HINTS.get(number, 'a fault in native code')}", from_outside=False)
-
-
-def oom_kills() -> int | None:
-    """Processes that this machine has killed because memory ran out; None where the system does not count them."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)

@@ -1,8 +1,8 @@
-"""Seats on the machines of a Ray cluster. Ray decides where a process runs, and sees the deaths of machines.
+"""Slots on the machines of a Ray cluster. Ray decides where a process runs, and sees the deaths of machines.
 
-Each seat is a keeper: an actor in a bundle of a placement group, which Ray starts again, on another machine if need be.
-Calls to keepers go through Ray; messages of engines do not (`dial`). Keepers end with the service, which is their
-driver.
+Each slot is a node agent: an actor in a bundle of a placement group, which Ray starts again, on another machine if need
+be. Calls to node agents go through Ray; messages of engines do not (`dial`). Node agents end with the service, which is
+their driver.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import signal
 import socket
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import ray  # pyright: ignore[reportMissingImports]
 from ray.exceptions import (  # pyright: ignore[reportMissingImports]
@@ -37,33 +36,36 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
 )
 from typing_extensions import override
 
-from tinsmith.engine.cluster.dial import Address, Ticket
-from tinsmith.engine.cluster.machines.checks import check_address, check_places
-from tinsmith.engine.cluster.machines.keeper import LOG_LINES, Keeper, Place, StartedProcess
-from tinsmith.engine.cluster.machines.machine import Machine, versions
-from tinsmith.engine.cluster.placement import START_S, Places, Program, Seat, Strategy
-from tinsmith.engine.cluster.tls import Identity
+from tinsmith.engine.processes.dial import PING_S, Address, LaunchToken, dial
+from tinsmith.engine.processes.machine import Machine, versions
+from tinsmith.engine.processes.node_agent import LOG_LINES, NodeAgent, SlotLocation, StartedProcess
+from tinsmith.engine.processes.ray_checks import check_address, check_locations
+from tinsmith.engine.processes.slots import START_S, Connection, Program, Slot, Slots, Strategy
+from tinsmith.engine.processes.tls import Identity
 from tinsmith.errors import ConfigError, EngineDied
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 REACH_S = 30.0
-"""Time to reach a keeper, which Ray may be starting on another machine."""
+"""Time to reach a node agent, which Ray may be starting on another machine."""
 CALL_S = 2 * START_S
-"""Time for an answer of a keeper, of which the start of a process takes longest."""
+"""Time for an answer of a node agent, of which the start of a process takes longest."""
 RETRY_S = 0.5
 WAIT_LOG_S = 30.0
 """Time between two log lines while the cluster has too few free GPUs or cores."""
-KEEPER_SHARE = 0.1
-"""Share of its bundle's core and GPU that a keeper takes. If Ray's head ends while it is placed, Ray keeps a lease that
-nobody uses or gives back; the next attempt needs room beside that."""
+AGENT_SHARE = 0.1
+"""Share of its bundle's core and GPU that a node agent takes. If Ray's head ends while it is placed, Ray keeps a lease
+that nobody uses or gives back; the next attempt needs room beside that."""
 _STRATEGIES: dict[Strategy, str] = {"pack": "PACK", "strict_pack": "STRICT_PACK", "scatter": "SPREAD"}
 
 
-class RayKeeper(Keeper):
-    """A keeper as an actor. The machine's installation of this package runs it."""
+class RayNodeAgent(NodeAgent):
+    """A node agent as an actor. The machine's installation of this package runs it."""
 
-    async def place(self) -> Place:
+    async def location(self) -> SlotLocation:
         """Where it is."""
         host = ray.util.get_node_ip_address()
         return await asyncio.to_thread(self.describe, machine_name(socket.gethostname(), _own_node()), host)
@@ -79,20 +81,32 @@ def machine_name(host_name: str, node_id: str) -> str:
 
 
 class RayProcess:
-    """A process in a seat. Implements PlacedProcess."""
+    """A process in a slot. Implements SlotProcess."""
 
-    def __init__(self, keeper: Any, machine: str, started: StartedProcess, address: Address, ticket: Ticket) -> None:
-        self.address = address
-        self.ticket = ticket
+    def __init__(
+        self,
+        agent: Any,
+        machine: str,
+        started: StartedProcess,
+        launch_token: LaunchToken,
+        identity: Identity | None,
+    ) -> None:
+        self.ping_s = PING_S
+        self.address = Address(launch_token.host, started.port, started.certificate)
+        self.launch_token = launch_token
+        self._identity = identity
         self.machine = machine
         self.died = asyncio.Event()
         self.code: int | None = None
         self.pid = started.pid
         self.is_ended = False
         """Whether the service ended it."""
-        self._keeper = keeper
+        self._agent = agent
         self._ending: set[asyncio.Task[None]] = set()
         self._watch = asyncio.create_task(self._wait())
+
+    async def connect(self, buffer: int) -> Connection:
+        return await dial(self.address, self.launch_token, self._identity, buffer=buffer)
 
     def kill(self) -> None:
         self.is_ended = True
@@ -108,16 +122,16 @@ class RayProcess:
         await asyncio.shield(self._watch)
 
     async def _end(self) -> None:
-        with contextlib.suppress(RayError):  # a keeper that is gone has taken its process with it: `_wait` knows
-            await self._keeper.end.remote(self.pid)
+        with contextlib.suppress(RayError):  # a node agent that is gone has taken its process with it: `_wait` knows
+            await self._agent.end.remote(self.pid)
 
     async def _wait(self) -> None:
-        """Wait for the end that its keeper reports, or the end of the keeper, which the process does not outlive."""
+        """Wait for the end that its node agent reports, or for that agent's end, which the process does not outlive."""
         while True:
             try:
-                self.code = await self._keeper.ended.remote(self.pid)
+                self.code = await self._agent.ended.remote(self.pid)
                 break
-            except ActorUnavailableError:  # perhaps the network: the same keeper may answer again
+            except ActorUnavailableError:  # perhaps the network: the same node agent may answer again
                 if await asyncio.to_thread(_is_lost, self.machine):
                     break
                 await asyncio.sleep(RETRY_S)
@@ -126,76 +140,69 @@ class RayProcess:
         self.died.set()
 
 
-class RaySeat:
-    """A seat in a Ray cluster. Implements Seat."""
+class RaySlot:
+    """A slot in a Ray cluster. Implements Slot."""
 
-    def __init__(self, name: str, keeper: Any, identity: Identity | None) -> None:
+    def __init__(self, name: str, agent: Any, identity: Identity | None) -> None:
         self.name = name
-        self.identity = identity
+        self._identity = identity
         self.process: RayProcess | None = None
-        self._keeper = keeper
-        self._place: Place | None = None
+        self._agent = agent
+        self._location: SlotLocation | None = None
         self._report: asyncio.Task[None] | None = None
 
     @property
-    def place(self) -> Place:
-        """Where its keeper was last."""
-        assert self._place is not None, "RayPlaces.seats locates every seat"
-        return self._place
+    def location(self) -> SlotLocation:
+        """Where its node agent was last."""
+        assert self._location is not None, "RaySlots.slots locates every slot"
+        return self._location
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        return self.place.gpus
+        return self.location.gpus
 
     @property
     def machine(self) -> str:
-        return self.place.machine.name
+        return self.location.machine.name
 
     @property
     def host(self) -> str:
-        return self.place.machine.host
+        return self.location.machine.host
 
-    async def locate(self) -> Place:
-        """Ask its keeper where it is. Raises EngineDied if there is none for REACH_S."""
-        place: Place = await self._reach("place")
-        self._place = place
-        return place
+    async def locate(self) -> SlotLocation:
+        """Ask its node agent where it is. Raises EngineDied if there is none for REACH_S."""
+        location: SlotLocation = await self._reach("location")
+        self._location = location
+        return location
 
     async def start(self, program: Program, generation: int) -> RayProcess:
         await self.end()
-        place = await self.locate()
-        check_places([place])  # it may be another machine than before
-        ticket = Ticket.new(generation, place.machine.host, program.payload, self.identity)
-        started = await self._call("start", program, ticket, os.getcwd())
+        location = await self.locate()
+        check_locations([location])  # it may be another machine than before
+        launch_token = LaunchToken.new(generation, location.machine.host, program.payload, self._identity)
+        started = await self._call("start", program, launch_token, os.getcwd())
         if not isinstance(started, StartedProcess):
             raise started
-        address = Address(ticket.host, started.port, started.certificate)
-        self.process = RayProcess(self._keeper, place.machine.name, started, address, ticket)
+        self.process = RayProcess(self._agent, location.machine.name, started, launch_token, self._identity)
         self._report = asyncio.create_task(self._log_end(self.process))
         return self.process
 
-    async def has_place(self) -> bool:
+    async def has_machine(self) -> bool:
         try:
             await self.locate()
         except EngineDied:
             return False
         return True
 
-    async def free_port(self) -> int:
-        place = await self.locate()
-        return await self._call("free_port", place.machine.host)
+    async def run(self, function: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
+        await self.locate()
+        return await self._call("run", function, args, options)
 
     async def log_tail(self, lines: int) -> str:
         return await self._call("log_tail", lines)
 
-    async def read(self, path: Path, limit: int) -> bytes | None:
-        return await self._call("read", path, limit)
-
-    async def check_store(self, url: str) -> str:
-        return await self._call("check_store", url)
-
-    async def bandwidth(self, to: RaySeat, size: int) -> float:
-        """Bytes per second from its machine to that of another seat, measured with `size` bytes."""
+    async def bandwidth(self, to: RaySlot, size: int) -> float:
+        """Bytes per second from its machine to that of another slot, measured with `size` bytes."""
         port = await to._call("receive", to.host)
         return size / await self._call("send", Address(to.host, port), size)
 
@@ -204,10 +211,10 @@ class RaySeat:
             await self.process.end()
 
     def drop(self) -> None:
-        """End the keeper."""
+        """End the node agent."""
         if self._report is not None:
             self._report.cancel()
-        ray.kill(self._keeper)
+        ray.kill(self._agent)
 
     async def _log_end(self, process: RayProcess) -> None:
         """Log the last lines of a process that ends by itself, but not because its connection was closed: its log is on
@@ -224,43 +231,43 @@ class RaySeat:
     async def _call(self, method: str, *args: Any) -> Any:
         try:
             async with asyncio.timeout(CALL_S):
-                return await getattr(self._keeper, method).remote(*args)
+                return await getattr(self._agent, method).remote(*args)
         except (TimeoutError, RayError) as error:
             raise EngineDied(
-                f"The keeper of {self.name} on {self.machine} does not answer: {type(error).__name__}.",
+                f"The node agent of {self.name} on {self.machine} does not answer: {type(error).__name__}.",
                 "Ray starts it again, on another machine if need be.",
                 from_outside=True,
             ) from error
 
     async def _reach(self, method: str) -> Any:
-        """Call a keeper that may be on its way to another machine."""
+        """Call a node agent that may be on its way to another machine."""
         try:
             async with asyncio.timeout(REACH_S):
                 while True:
                     try:
-                        return await getattr(self._keeper, method).remote()
+                        return await getattr(self._agent, method).remote()
                     except (ActorUnavailableError, ActorDiedError):
                         await asyncio.sleep(RETRY_S)
         except (TimeoutError, RayError) as error:
             raise EngineDied(
-                f"{self.name} has no place: Ray has not started its keeper for {REACH_S:g} s.",
+                f"{self.name} has no location: Ray has not started its node agent for {REACH_S:g} s.",
                 "It is tried again. `ray status` shows what the cluster lacks.",
                 from_outside=True,
             ) from error
 
 
-class RayPlaces(Places):
-    """Seats on the machines of a Ray cluster; create it with `connect`."""
+class RaySlots(Slots):
+    """Slots on the machines of a Ray cluster; create it with `connect`."""
 
     def __init__(self, identity: Identity | None = None) -> None:
         self._identity = identity
-        self._groups: dict[PlacementGroup, list[RaySeat]] = {}
+        self._groups: dict[PlacementGroup, list[RaySlot]] = {}
         self._numbers = itertools.count()
         self._prefix = f"tinsmith-{versions()['tinsmith']}-{uuid.uuid4().hex[:8]}"
-        """Names of keepers hold the version: one of another version is never taken for this one's."""
+        """Names of node agents hold the version: one of another version is never taken for this one's."""
 
     @classmethod
-    async def connect(cls, address: str, identity: Identity | None = None) -> RayPlaces:
+    async def connect(cls, address: str, identity: Identity | None = None) -> RaySlots:
         """Connect to a cluster, as HOST:PORT or `auto`; `identity` is for TLS. Raises ConfigError, with what to do."""
         await check_address(address)
         if not ray.is_initialized():
@@ -271,61 +278,61 @@ class RayPlaces(Places):
     @override
     async def machines(self) -> list[Machine]:
         nodes = await asyncio.to_thread(ray.nodes)
-        placed = [seat.place.machine for seats in self._groups.values() for seat in seats]
+        placed = [slot.location.machine for slots in self._groups.values() for slot in slots]
         gpu_bytes = {machine.name: machine.gpu_bytes for machine in placed}
         alive = [_machine(node) for node in nodes if node["Alive"]]
         return [replace(machine, gpu_bytes=gpu_bytes.get(machine.name, 0)) for machine in alive]
 
-    async def seat_on_each(self) -> list[RaySeat]:
-        """A seat on each machine that has a free core. Machines are checked."""
+    async def reserve_on_each(self) -> list[RaySlot]:
+        """A slot on each machine that has a free core. Machines are checked."""
         nodes = sum(machine.cpus > 0 for machine in await self.machines())
-        return await self._seats(nodes, "node", {"CPU": 1}, "STRICT_SPREAD")
+        return await self._reserve(nodes, "node", {"CPU": 1}, "STRICT_SPREAD")
 
     @override
-    async def seats(self, count: int, *, name: str, gpus: int = 0, strategy: Strategy = "pack") -> Sequence[Seat]:
+    async def reserve(self, count: int, *, name: str, gpus: int = 0, strategy: Strategy = "pack") -> Sequence[Slot]:
         bundle: dict[str, float] = {"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}
-        return await self._seats(count, name, bundle, _STRATEGIES[strategy])
+        return await self._reserve(count, name, bundle, _STRATEGIES[strategy])
 
-    async def _seats(self, count: int, name: str, bundle: dict[str, float], strategy: str) -> list[RaySeat]:
+    async def _reserve(self, count: int, name: str, bundle: dict[str, float], strategy: str) -> list[RaySlot]:
         if count == 0:
             return []
         group = await asyncio.to_thread(placement_group, [bundle] * count, strategy=strategy)
         await _ready(group, f"{count} x {name}: {', '.join(f'{value:g} {key}' for key, value in bundle.items())}")
-        seats = [self._keep(group, number, f"{name}-{number}", bundle) for number in range(count)]
-        self._groups[group] = seats
+        slots = [self._keep(group, number, f"{name}-{number}", bundle) for number in range(count)]
+        self._groups[group] = slots
         try:
-            check_places(await asyncio.gather(*(seat.locate() for seat in seats)))
+            check_locations(await asyncio.gather(*(slot.locate() for slot in slots)))
         except BaseException:
-            await self.give_back(list(seats))
+            await self.give_back(list(slots))
             raise
-        return seats
+        return slots
 
     @override
-    async def give_back(self, seats: Sequence[Seat]) -> None:
-        await asyncio.gather(*(seat.end() for seat in seats))
+    async def give_back(self, slots: Sequence[Slot]) -> None:
+        await asyncio.gather(*(slot.end() for slot in slots))
         for group, members in list(self._groups.items()):
-            for seat in [member for member in members if member in seats]:
-                seat.drop()
-                members.remove(seat)
+            for slot in [member for member in members if member in slots]:
+                slot.drop()
+                members.remove(slot)
             if not members:
                 del self._groups[group]
                 await asyncio.to_thread(remove_placement_group, group)
 
     @override
     async def close(self) -> None:
-        await self.give_back([seat for members in self._groups.values() for seat in members])
+        await self.give_back([slot for members in self._groups.values() for slot in members])
 
-    def _keep(self, group: PlacementGroup, number: int, name: str, bundle: dict[str, float]) -> RaySeat:
+    def _keep(self, group: PlacementGroup, number: int, name: str, bundle: dict[str, float]) -> RaySlot:
         gpus = bundle.get("GPU", 0)
         options = {
             "name": f"{self._prefix}-{next(self._numbers)}-{name}",
-            "num_cpus": KEEPER_SHARE,
-            "num_gpus": KEEPER_SHARE if gpus == 1 else gpus,  # Ray knows fractions of one GPU only
+            "num_cpus": AGENT_SHARE,
+            "num_gpus": AGENT_SHARE if gpus == 1 else gpus,  # Ray knows fractions of one GPU only
             "max_restarts": -1,
             "max_task_retries": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
         }
-        return RaySeat(name, ray.remote(RayKeeper).options(**options).remote(), self._identity)
+        return RaySlot(name, ray.remote(RayNodeAgent).options(**options).remote(), self._identity)
 
 
 def _connect(address: str) -> None:

@@ -1,8 +1,8 @@
-"""The child process of an engine, so that the Python code of a forward pass never delays a response of the service.
+"""The process of an engine: receives calls of the service and answers them.
 
-`python -m tinsmith.engine.process FD` builds the engine and serves until the socket closes, which also happens when the
-parent ends, in whatever way. The parent's side is `engine.remote`. Messages are pickles with a length prefix: both ends
-are this program on one machine.
+A program of a slot opens its link (`open_link`), loads the engine that the first message describes, and serves until
+the socket closes, which also happens when the service ends, in whatever way. The service's side is `client`. Messages
+are pickles with a length prefix: both ends are this program.
 
 A ParentLink has one thread that reads, one that writes and one that sends heartbeats: while the engine computes, the
 event loop stands still, but messages are still received, replies are sent, and the parent knows that the process lives.
@@ -13,34 +13,18 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import signal
-import socket
 import struct
-import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from queue import SimpleQueue
 from typing import Any, Literal, Protocol
 
-from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.interface import Engine
-from tinsmith.engine.liveness import Heartbeat, blocks_moved, load_progress, send_heartbeats
-from tinsmith.errors import ConfigError, EngineError, TinsmithError
-
-
-def build(config: EngineConfig) -> Engine:
-    """Load an engine in this process. Raises ConfigError or Unsupported if the model cannot be served."""
-    if config.sampler == "vllm":
-        raise ConfigError("sampler: vllm needs processes of its own.", "Use engine.vllm.engine.VllmEngine.start.")
-    if config.kind == "fake":
-        from tinsmith.engine.fake.engine import FakeEngine
-
-        return FakeEngine(config)
-    from tinsmith.engine.torch_engine import TorchEngine
-
-    return TorchEngine(config)
-
+from tinsmith.engine.processes.dial import connect_to_service
+from tinsmith.engine.processes.heartbeat import Heartbeat, blocks_moved, load_progress, send_heartbeats
+from tinsmith.engine.processes.rpc import Call, Delta, Reply, methods_of
+from tinsmith.errors import EngineError, TinsmithError
 
 LENGTH_PREFIX = struct.Struct("<Q")
 
@@ -127,7 +111,13 @@ class ParentLink:
         return data
 
 
-async def serve(link: ParentLink, load: Callable[[Any], Engine] = build) -> None:
+def open_link() -> tuple[ParentLink, bytes]:
+    """Connect this process to the service: the first call of a program. Returns the payload of its launch token too."""
+    connection, launch_token = connect_to_service()
+    return ParentLink(connection), launch_token.payload
+
+
+async def serve(link: ParentLink, load: Callable[[Any], Engine]) -> None:
     """Load the engine with the first message, then handle each message in its own task, until the parent closes the
     socket."""
     engine = _load(link.receive(), link, load)
@@ -139,6 +129,7 @@ async def serve(link: ParentLink, load: Callable[[Any], Engine] = build) -> None
 
 async def answer_calls(engine: Any, link: ParentLink) -> None:
     """Handle each message, a call of the engine, in its own task, until the parent closes the socket."""
+    methods = methods_of(type(engine))
     tasks: set[asyncio.Task[None]] = set()
     served = 0
 
@@ -147,8 +138,8 @@ async def answer_calls(engine: Any, link: ParentLink) -> None:
         tasks.discard(task)
         served += 1
 
-    def handle(message: Any) -> None:
-        task = asyncio.create_task(_call(engine, link, *message))
+    def handle(call: Call) -> None:
+        task = asyncio.create_task(_answer(engine, methods, call, link))
         tasks.add(task)
         task.add_done_callback(finish)
 
@@ -168,32 +159,18 @@ def _load(config: Any, link: ParentLink, load: Callable[[Any], Engine]) -> Engin
     return engine
 
 
-async def _call(
-    engine: Any,
-    link: ParentLink,
-    number: int,
-    method: str,
-    args: tuple[Any, ...],
-    options: dict[str, Any],
-    streams: bool,
-) -> None:
-    """Call the engine's method and send its result; with `streams`, send the deltas of a sample before."""
-    if streams:
-        options["on_delta"] = lambda delta: link.send((number, True, delta))
+async def _answer(engine: Any, methods: Container[str], call: Call, link: ParentLink) -> None:
+    """Call the engine's method and send its result, and before it the deltas of a sample."""
+    options = call.options
+    if call.streams:
+        options["on_delta"] = lambda delta: link.send(Delta(call.number, delta))
     try:
-        reply = (number, True, await getattr(engine, method)(*args, **options))
+        if call.method not in methods:
+            raise EngineError(f"The engine has no method {call.method}.")
+        reply = Reply(call.number, True, await getattr(engine, call.method)(*call.args, **options))
     except TinsmithError as error:
-        reply = (number, False, error)
+        reply = Reply(call.number, False, error)
     except Exception as error:  # noqa: BLE001 - the process boundary: every error must reach the caller
-        reply = (number, False, EngineError(f"{method} failed in the engine: {type(error).__name__}: {error}"))
+        failure = EngineError(f"{call.method} failed in the engine: {type(error).__name__}: {error}")
+        reply = Reply(call.number, False, failure)
     link.send(reply)
-
-
-def main() -> None:
-    """Entry point of the child; the only argument is the socket's file descriptor."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the socket
-    asyncio.run(serve(ParentLink(socket.socket(fileno=int(sys.argv[1])))))
-
-
-if __name__ == "__main__":
-    main()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 
-from tinsmith.engine.cluster.machines.keeper import Place
-from tinsmith.engine.cluster.machines.machine import versions
+from tinsmith.engine.processes.machine import versions
+from tinsmith.engine.processes.node_agent import SlotLocation
 from tinsmith.errors import ConfigError
 
 REACH_HEAD_S = 10.0
@@ -35,12 +35,12 @@ async def check_address(address: str) -> None:
         await _check_listens(host, int(port))
 
 
-def check_places(places: list[Place]) -> None:
+def check_locations(locations: list[SlotLocation]) -> None:
     """Raises ConfigError if machines differ in what must be equal, or accept callers without a token."""
-    own, first = versions(), places[0].machine.versions
-    for place in places:
-        machine = place.machine
-        if not place.requires_token:
+    own, first = versions(), locations[0].machine.versions
+    for location in locations:
+        machine = location.machine
+        if not location.requires_token:
             raise ConfigError(f"Ray on {machine.name} accepts callers without a token.", _TOKEN_HINT)
         for package, version in {**own, "torch": first.get("torch", "")}.items():
             if package != "transformers" and machine.versions.get(package, "") != version:
@@ -48,7 +48,7 @@ def check_places(places: list[Place]) -> None:
                     f"{machine.name} has {package} {machine.versions.get(package) or 'missing'}, the others {version}.",
                     "Install the same versions on all machines.",
                 )
-    kinds = {kind for place in places if place.gpus for kind in place.machine.gpus}
+    kinds = {kind for location in locations if location.gpus for kind in location.machine.gpus}
     if len(kinds) > 1:
         raise ConfigError(
             f"The machines have GPUs of different kinds ({', '.join(sorted(kinds))}), which round differently.",

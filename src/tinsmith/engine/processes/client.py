@@ -13,43 +13,36 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import pickle
-import socket
 import ssl
-import sys
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeVar
 
-from tinsmith.engine.base import (
-    AdamParams,
-    LoraSpec,
-    ModelCard,
-    OnDelta,
-    Pass,
-    PassResult,
-    SampleRequest,
-    SampleResult,
-    SequenceDelta,
-)
-from tinsmith.engine.child_process import CHILD_ENVIRONMENT, ChildProcess, EngineProcess
+from typing_extensions import override
+
+from tinsmith.engine.base import ModelCard, OnDelta
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.liveness import (
+from tinsmith.engine.process_end import ProcessEnd, process_end
+from tinsmith.engine.processes.child import EngineProcess
+from tinsmith.engine.processes.heartbeat import (
     LOAD_TIMEOUT_S,
     SILENCE_S,
     SILENCE_SHARE,
     Heartbeat,
-    ProcessEnd,
-    Pulse,
+    HeartbeatMonitor,
     Stall,
-    process_end,
 )
-from tinsmith.engine.process import LENGTH_PREFIX, encode
+from tinsmith.engine.processes.rpc import Call, Delta, EngineClient, Method, Reply
+from tinsmith.engine.processes.slots import LocalSlot, Program, Slot
+from tinsmith.engine.processes.worker import LENGTH_PREFIX, encode
 from tinsmith.errors import EngineDied, TinsmithError
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 BUFFER_BYTES = 1 << 24
 """Bytes of a process's messages that are read ahead."""
@@ -62,58 +55,72 @@ _BROKEN = (ConnectionError, ssl.SSLError)  # of a connection that has ended; SSL
 _RETRY = "It is being restarted: try again later."
 
 
-class EngineCalls:
-    """The methods of `engine.interface.Engine` but `close`, each as a call of the same method elsewhere."""
+class ServedEngine(EngineClient, ABC):
+    """An engine in processes of its own, which are watched from here."""
 
-    async def call(self, method: str, *args: Any, on_delta: OnDelta | None = None, **options: Any) -> Any:
-        """Call a method of an engine; `on_delta` receives the tokens of a sample."""
-        raise NotImplementedError
+    died: asyncio.Event
+    heartbeats: HeartbeatMonitor
+    end: ProcessEnd | None
+    """Why the processes ended."""
 
-    async def create(self, model_id: str, lora: LoraSpec) -> None:
-        await self.call("create", model_id, lora)
+    @property
+    @abstractmethod
+    def card(self) -> ModelCard:
+        """The loaded base model."""
 
-    async def fork(self, model_id: str, source: str | Path, *, optimizer: bool) -> int:
-        return await self.call("fork", model_id, source, optimizer=optimizer)
+    @property
+    @abstractmethod
+    def progress(self) -> int:
+        """Grows while the engine works."""
 
-    async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
-        return await self.call("run", list(passes))
+    @property
+    @abstractmethod
+    def pid(self) -> int:
+        """Id of the process that the service speaks to."""
 
-    async def step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
-        return await self.call("step", model_id, adam)
+    @abstractmethod
+    def running(self) -> str:
+        """The calls without a reply, such as `run, sample x 12`."""
 
-    async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
-        return await self.call("save", model_id, to, optimizer=optimizer)
+    @abstractmethod
+    async def stalled(self, timeout_s: float) -> Stall:
+        """Wait until a process sends no heartbeats, or none makes progress for `timeout_s` while calls run."""
 
-    async def load(self, model_id: str, source: Path, *, optimizer: bool) -> None:
-        await self.call("load", model_id, source, optimizer=optimizer)
+    @abstractmethod
+    def kill(self, end: ProcessEnd) -> None:
+        """End all its processes at once, even those that are stopped. Calls fail as after their death."""
 
-    async def drop(self, model_id: str) -> None:
-        await self.call("drop", model_id)
-
-    async def capture(self, model_id: str, version: str) -> None:
-        await self.call("capture", model_id, version)
-
-    async def persist(self, version: str, to: Path) -> int:
-        return await self.call("persist", version, to)
-
-    async def attach(self, version: str, source: Path) -> None:
-        await self.call("attach", version, source)
-
-    async def detach(self, version: str) -> None:
-        await self.call("detach", version)
-
-    async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
-        return await self.call("sample", request, on_delta=on_delta)
-
-    async def cancel(self, request_id: str) -> None:
-        await self.call("cancel", request_id)
-
-    async def release_memory(self) -> None:
-        await self.call("release_memory")
+    @abstractmethod
+    async def close(self) -> None:
+        """End all its processes and wait for them."""
 
 
-class RemoteEngine(EngineCalls):
-    """Implements `engine.interface.Engine` for an engine in a child process; create it with `start`."""
+WORKER = Program(module="tinsmith.engine.cluster.worker")
+
+
+async def start_engine(
+    slot: Slot, config: Any, source: str, generation: int = 1, program: Program = WORKER, payload: bytes = b""
+) -> RemoteEngine:
+    """Start a program in a slot, send it the settings of its engine and wait until its model is loaded.
+
+    `source` names the model in errors; `payload` is for the launch token. Raises the error of loading, or EngineDied.
+    """
+    process = await slot.start(replace(program, payload=payload), generation)
+    try:
+        reader, writer = await process.connect(BUFFER_BYTES)
+        return await RemoteEngine.over(process, reader, writer, config, source, ping_s=process.ping_s)
+    except BaseException:
+        process.kill()
+        raise
+
+
+async def start_local(config: EngineConfig) -> RemoteEngine:
+    """Start the only engine of this machine, in a slot with all its GPUs. Raises as `start_engine`."""
+    return await start_engine(LocalSlot("engine"), config, config.source, program=replace(WORKER, environment={}))
+
+
+class RemoteEngine(ServedEngine):
+    """Implements `engine.interface.Engine` for an engine in a child process; `start_engine` makes one."""
 
     def __init__(
         self,
@@ -121,11 +128,11 @@ class RemoteEngine(EngineCalls):
         child: EngineProcess,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        pulse: Pulse,
+        heartbeats: HeartbeatMonitor,
     ) -> None:
-        self.card = card
+        self._card = card
         self.died = asyncio.Event()
-        self.pulse = pulse
+        self.heartbeats = heartbeats
         self.end: ProcessEnd | None = None
         """Why the child ended."""
         self._child, self._reader, self._writer = child, reader, writer
@@ -135,23 +142,6 @@ class RemoteEngine(EngineCalls):
         self._listeners: dict[int, OnDelta] = {}
         self._listener = asyncio.create_task(self._listen())
         self._pings: asyncio.Task[None] | None = None
-
-    @classmethod
-    async def start(cls, config: EngineConfig) -> RemoteEngine:
-        """Start a child and wait until its model is loaded.
-
-        Raises the error that loading raised in the child, or EngineDied if the child ended or stalled.
-        """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            child = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "tinsmith.engine.process", str(theirs.fileno())),
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env=CHILD_ENVIRONMENT | os.environ,
-            )
-        reader, writer = await asyncio.open_connection(sock=ours, limit=BUFFER_BYTES)
-        return await cls.over(ChildProcess(child), reader, writer, config, config.source)
 
     @classmethod
     async def over(
@@ -164,16 +154,18 @@ class RemoteEngine(EngineCalls):
         *,
         ping_s: float = 0.0,
     ) -> RemoteEngine:
-        """Send a process the settings of its engine and wait until its model is loaded. Errors are those of `start`.
+        """Send a process the settings of its engine and wait until its model is loaded.
+
+        Raises the error that loading raised in the process, or EngineDied if it ended or stalled.
 
         `ping_s`: time between pings, for a process that ends itself when it hears nothing; 0 sends none.
         """
-        pulse = Pulse()
+        heartbeats = HeartbeatMonitor()
         try:
             await _send(writer, config)
-            card = await _card(reader, pulse)
+            card = await _card(reader, heartbeats)
         except (asyncio.IncompleteReadError, OSError):
-            end = await _end_of(child, pulse)
+            end = await _end_of(child, heartbeats)
             card = EngineDied(f"The engine for {source} ended during loading ({end.text}).")
         except BaseException:
             child.kill()
@@ -185,7 +177,7 @@ class RemoteEngine(EngineCalls):
             await _close(writer)
             await child.died.wait()
             raise card
-        engine = cls(card, child, reader, writer, pulse)
+        engine = cls(card, child, reader, writer, heartbeats)
         if ping_s:
             engine.start_pings(ping_s)
         return engine
@@ -202,30 +194,37 @@ class RemoteEngine(EngineCalls):
         self._pings = asyncio.create_task(ping())
 
     @property
+    @override
+    def card(self) -> ModelCard:
+        return self._card
+
+    @property
+    @override
     def pid(self) -> int:
-        """Process id of the child."""
         return self._child.pid
 
     @property
+    @override
     def progress(self) -> int:
-        return self.pulse.progress
+        return self.heartbeats.progress
 
+    @override
     def running(self) -> str:
-        """The calls without a reply, such as `run, sample x 12`."""
         tally = Counter(method for method, _ in self._calls.values())
         return ", ".join(f"{method} x {count}" if count > 1 else method for method, count in sorted(tally.items()))
 
+    @override
     async def stalled(self, timeout_s: float) -> Stall:
-        """Wait until the child sends no heartbeats, or makes no progress for `timeout_s` while calls run."""
         silence_s = min(SILENCE_S, SILENCE_SHARE * timeout_s)
-        return await self.pulse.stalled(timeout_s, silence_s, lambda: bool(self._calls))
+        return await self.heartbeats.stalled(timeout_s, silence_s, lambda: bool(self._calls))
 
+    @override
     def kill(self, end: ProcessEnd) -> None:
-        """End the child and its own children at once, even one that is stopped. Calls fail as after its death."""
         self.end = end
         self._child.kill()
         self._listener.cancel()
 
+    @override
     async def close(self) -> None:
         """End the child and wait for it. It is killed if it does not exit, or if the caller is cancelled."""
         try:
@@ -242,17 +241,19 @@ class RemoteEngine(EngineCalls):
         await self._child.died.wait()
         await asyncio.wait([self._listener])
 
-    async def call(self, method: str, *args: Any, on_delta: OnDelta | None = None, **options: Any) -> Any:
+    @override
+    async def call(self, method: Method[P, R], *args: P.args, **options: P.kwargs) -> R:
         """Call a method in the child. Raises its error, or EngineDied."""
         if self.died.is_set():
             raise EngineDied("The engine process has ended.", _RETRY, from_outside=True)  # it did not get this call
         number = next(self._numbers)
-        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[number] = method, reply
+        reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        self._calls[number] = method.__name__, reply
+        on_delta: Any = options.pop("on_delta", None)
         if on_delta is not None:
             self._listeners[number] = on_delta
         try:
-            await _send(self._writer, (number, method, args, options, on_delta is not None))
+            await _send(self._writer, Call(number, method.__name__, args, options, on_delta is not None))
             return await reply
         except _BROKEN as error:
             del self._calls[number]  # nothing waits for its reply
@@ -269,9 +270,9 @@ class RemoteEngine(EngineCalls):
             while True:
                 message = await _receive(self._reader)
                 if isinstance(message, Heartbeat):
-                    self.pulse.beat(message)
+                    self.heartbeats.beat(message)
                 else:
-                    self._deliver(*message)
+                    self._deliver(message)
         except (asyncio.IncompleteReadError, OSError):
             pass  # the child ended
         except Exception:
@@ -280,45 +281,45 @@ class RemoteEngine(EngineCalls):
         finally:
             try:
                 if self.end is None:
-                    self.end = await _end_of(self._child, self.pulse)
+                    self.end = await _end_of(self._child, self.heartbeats)
             finally:  # `kill` may come in between
                 self.died.set()
                 for _, reply in self._calls.values():
                     if not reply.done():
                         reply.set_exception(self._death())
 
-    def _deliver(self, number: int, ok: bool, value: Any) -> None:
+    def _deliver(self, message: Delta | Reply) -> None:
         """Pass a delta, a result or an error to the call that waits for it."""
-        if isinstance(value, SequenceDelta):
-            if (on_delta := self._listeners.get(number)) is not None:
-                on_delta(value)
-        elif number in self._calls and not (reply := self._calls[number][1]).done():
-            reply.set_result(value) if ok else reply.set_exception(value)
+        if isinstance(message, Delta):
+            if (on_delta := self._listeners.get(message.number)) is not None:
+                on_delta(message.delta)
+        elif message.number in self._calls and not (reply := self._calls[message.number][1]).done():
+            reply.set_result(message.value) if message.ok else reply.set_exception(message.value)
 
     def _death(self) -> EngineDied:
         end = self.end or process_end(None, memory_ran_out=False)
         return EngineDied(f"The engine process has ended ({end.text}).", _RETRY, from_outside=end.from_outside)
 
 
-async def _end_of(child: EngineProcess, pulse: Pulse) -> ProcessEnd:
+async def _end_of(child: EngineProcess, heartbeats: HeartbeatMonitor) -> ProcessEnd:
     """Why a process ended whose connection has closed."""
-    memory_ran_out = pulse.memory_ran_out()
+    memory_ran_out = heartbeats.memory_ran_out()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(EXIT_TIMEOUT_S):
             await child.died.wait()
     return process_end(child.code, memory_ran_out=memory_ran_out)
 
 
-async def _card(reader: asyncio.StreamReader, pulse: Pulse) -> ModelCard | TinsmithError:
+async def _card(reader: asyncio.StreamReader, heartbeats: HeartbeatMonitor) -> ModelCard | TinsmithError:
     """The first reply of a child: its card or the error of loading. EngineDied if loading stalls."""
 
     async def receive() -> ModelCard | TinsmithError:
         while isinstance(message := await _receive(reader), Heartbeat):
-            pulse.beat(message)
+            heartbeats.beat(message)
         return message
 
     reply = asyncio.create_task(receive())
-    stalled = asyncio.create_task(pulse.stalled(LOAD_TIMEOUT_S, LOAD_TIMEOUT_S, lambda: True))
+    stalled = asyncio.create_task(heartbeats.stalled(LOAD_TIMEOUT_S, LOAD_TIMEOUT_S, lambda: True))
     try:
         await asyncio.wait((reply, stalled), return_when=asyncio.FIRST_COMPLETED)
         return await reply if reply.done() else EngineDied(f"Loading stalled: {stalled.result().reason}.")

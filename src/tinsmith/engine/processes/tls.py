@@ -1,8 +1,8 @@
 """TLS between the service and the processes of a cluster (`cluster.tls`).
 
 Each end makes a key pair of its own at its start, and the other end accepts its certificate and no other: that of the
-service travels in the ticket of a process, and the process reports its own with its port. Private keys stay where they
-are made, so that nothing that Ray carries lets anyone read a connection or take part in it.
+service travels in the launch token of a process, and the process reports its own with its port. Private keys stay where
+they are made, so that nothing that Ray carries lets anyone read a connection or take part in it.
 """
 
 from __future__ import annotations
