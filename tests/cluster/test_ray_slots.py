@@ -132,7 +132,7 @@ def test_killed_process_is_started_again_in_its_slot(slots: Any, start: Any, wai
     wait(run())
 
 
-def test_keeper_ends_with_its_process_and_comes_back(slots: Any, start: Any, wait: Any) -> None:
+def test_node_agent_ends_with_its_process_and_comes_back(slots: Any, start: Any, wait: Any) -> None:
     async def run() -> None:
         (slot,) = await slots.reserve(1, name="trainer")
         engine = await start(slot, 1)
