@@ -74,6 +74,7 @@ audit:  ## known vulnerabilities of the exact versions in constraints.txt; needs
 
 docs: install  ## rewrite the generated parts of docs/ from the sources
 	$(BIN)/python -m tools.reference
+	$(BIN)/python -m tools.pictures
 
 site: install  ## build the documentation as a website in site/; a broken link fails the build
 	$(BIN)/mkdocs build --strict --clean

@@ -28,7 +28,6 @@ PAGES = [
     DOCS / "quickstart.md",
     DOCS / "from" / "rllm.md",
     DOCS / "reference" / "api.md",
-    DOCS / "from" / "rllm-python.md",
     *sorted((DOCS / "tutorials").glob("*.md")),
 ]
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"

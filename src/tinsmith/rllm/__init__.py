@@ -1,7 +1,7 @@
 """The Python API under the names of rLLM, so that a file written for it changes its imports and nothing else.
 
 Every name is imported from here: `from tinsmith.rllm import AgentTrainer, Workflow`. Names are imported on first use.
-The guide is docs/from/rllm-python.md.
+The guide is docs/from/rllm.md.
 """
 
 from __future__ import annotations

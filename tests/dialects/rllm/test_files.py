@@ -38,7 +38,7 @@ def read(folder: Path, *overrides: str, values: dict[str, Any] = SMALL) -> RunFi
 def test_file_is_a_run_with_tasks_and_rewards(tmp_path: Path):
     run = read(tmp_path, *TASKS)
     settings = run.settings
-    assert (run.dialect, run.guide) == ("rLLM", "docs/from/rllm-files.md")
+    assert (run.dialect, run.guide) == ("rLLM", "docs/from/rllm.md")
     assert (settings.model.rank, settings.group_size, settings.groups_per_step, settings.epochs) == (8, 4, 2, 1)
     assert settings.folder == "runs/rllm-tinker/small"
     assert not settings.tasks.evaluates
@@ -152,7 +152,7 @@ def test_check_names_the_guide(tmp_path: Path, capsys, monkeypatch):
     printed = capsys.readouterr()
     assert not end.value.code
     assert "a file of rLLM, is valid: grpo on tiny, 1 epoch" in printed.out
-    assert "docs/from/rllm-files.md" in printed.err
+    assert "docs/from/rllm.md" in printed.err
 
 
 def test_converted_file_is_the_same_run(tmp_path: Path, capsys, monkeypatch):

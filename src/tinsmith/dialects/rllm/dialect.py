@@ -35,7 +35,7 @@ from tinsmith.rl.plugins import Names
 from tinsmith.settings import build
 
 NAME = "rLLM"
-GUIDE = "docs/from/rllm-files.md"
+GUIDE = "docs/from/rllm.md"
 CONFIGS: Mapping[str, type[Section]] = {"tinker_rl_trainer": RllmFile, "unified": UnifiedFile}
 """Name of a configuration in Hydra -> its keys."""
 
