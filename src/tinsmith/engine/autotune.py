@@ -44,6 +44,9 @@ ACTIVATION_MEMORY_SHARE = 4
 """A micro-batch's activations may take one part in this many of the free memory. Rows of twice its tokens run without
 recomputing, and adapters, optimizer state and the KV cache need memory too."""
 
+DECODED_MEMORY_SHARE = 4
+"""On a CPU, decoded matrices of a 4-bit model may take one part in this many of the free memory."""
+
 MAX_TOKENS = {"cpu": 1024, "cuda": MAX_PASS_TOKENS}
 """More tokens gain nothing on a CPU, whose products are as fast with fewer rows; a GPU needs many at once."""
 
@@ -182,6 +185,14 @@ def memory_plan(config: EngineConfig, base: BaseModel, active: linear.ActiveAdap
             raise
         return None
     return made
+
+
+def decoded_bytes(base: BaseModel, memory: MemoryPlan | None) -> int:
+    """Memory for decoded matrices of a 4-bit model: what the plan says or, without one, a share of what is free on a
+    CPU. The results have the same bits with any."""
+    if base.device.type == "cuda":
+        return 0 if memory is None else memory.decoded
+    return free_bytes() // DECODED_MEMORY_SHARE
 
 
 def resolve_cache_tokens(setting: CacheTokens, memory: MemoryPlan | None) -> int:

@@ -102,6 +102,8 @@ class ModelSizes:
     layer_weight_bytes: int
     """Projections of a layer, on average: what a sharded model divides."""
     layers: int
+    decoded_layers: int = 0
+    """Layers of a 4-bit model whose projections are in memory as they are multiplied."""
     vllm_weight_bytes: int
     """Of vLLM's own copy: as stored, with its head in float32."""
     vllm_parameters_per_rank: int
@@ -181,6 +183,8 @@ class MemoryPlan:
     weights: int
     stacks: int
     """Stacked adapters."""
+    decoded: int
+    """Matrices of a 4-bit model that stay decoded from a forward to its backward."""
     activations: int
     cache: int
     models: int
@@ -207,7 +211,7 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """The most that is in memory at a time."""
-        own = self.reserve + self.weights + self.stacks + self.cache + self.models
+        own = self.reserve + self.weights + self.stacks + self.decoded + self.cache + self.models
         if self.vllm is None:
             return own + self.activations
         if self.vllm.asleep is None:
@@ -220,6 +224,8 @@ class MemoryPlan:
         yield "weights", self.weights, self.facts.source
         if self.stacks:
             yield "adapter stacks", self.stacks, "matrices of a pass's adapters, for grouped products"
+        if self.decoded:
+            yield "decoded weights", self.decoded, "a layer's, from its forward to its backward"
         yield "activations", self.activations, f"pass_tokens {self.pass_tokens:,}"
         yield "KV cache", self.cache, f"cache_tokens {self.cache_tokens:,}"
         each = BYTES_PER_PARAMETER * LEAST_RANK * self.facts.parameters_per_rank
@@ -261,8 +267,9 @@ def _plan(gpu: Gpu, facts: ModelSizes, settings: PlanSettings, beside: VllmSetti
     if rest < facts.loading_bytes:
         fixed["float32 copies while it is loaded"] = facts.loading_bytes
         raise _does_not_fit(gpu, facts, available, fixed, settings)
-    fixed |= {"adapter stacks": stacks} if stacks else {}
-    rest -= stacks
+    decoded = facts.decoded_layers * facts.layer_weight_bytes
+    fixed |= {name: size for name, size in (("adapter stacks", stacks), ("decoded weights", decoded)) if size}
+    rest -= stacks + decoded
     vllm = None
     if beside is not None and beside.sleep:
         activations, *others = least.items()
@@ -286,7 +293,16 @@ def _plan(gpu: Gpu, facts: ModelSizes, settings: PlanSettings, beside: VllmSetti
     if rest < sum(least.values()):
         raise _does_not_fit(gpu, facts, available, fixed | least, settings)
     return _divided(
-        gpu, facts, settings, available=available, reserve=reserve, stacks=stacks, rest=rest, room=room, vllm=vllm
+        gpu,
+        facts,
+        settings,
+        available=available,
+        reserve=reserve,
+        stacks=stacks,
+        decoded=decoded,
+        rest=rest,
+        room=room,
+        vllm=vllm,
     )
 
 
@@ -341,6 +357,7 @@ def _divided(
     available: int,
     reserve: int,
     stacks: int,
+    decoded: int,
     rest: int,
     room: int | None,
     vllm: VllmPlan | None,
@@ -377,6 +394,7 @@ def _divided(
         reserve=reserve,
         weights=facts.weight_bytes,
         stacks=stacks,
+        decoded=decoded,
         activations=activations,
         cache=cache,
         models=models + spare if settings.model_bytes is None and settings.trains else models,

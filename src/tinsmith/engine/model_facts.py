@@ -77,6 +77,7 @@ def facts_of(
         parameters_per_rank=head + _parameters(reached, EVERYTHING),
         stack_bytes=STACK_BYTES if dtype == torch.bfloat16 else 0,
         layer_weight_bytes=dtype.itemsize * sum(_projection_size(target) for target in reached) // layers,
+        decoded_layers=int(four_bit),
         layers=layers,
         vllm_weight_bytes=whole.weights + 4 * text.vocab_size * text.hidden_size,
         vllm_parameters_per_rank=head + _parameters(reached, replace(EVERYTHING, separate_experts=True)),

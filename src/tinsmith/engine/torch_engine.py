@@ -21,7 +21,7 @@ from tinsmith.engine.general import choice, recompute
 from tinsmith.engine.general.batch import GeneralBatch
 from tinsmith.engine.general.model import GeneralModel
 from tinsmith.engine.images.requests import placed_pass, placed_prompt
-from tinsmith.engine.lora import fused_layers, layers, linear, targets
+from tinsmith.engine.lora import fused_layers, layers, linear, quantized_linear, targets
 from tinsmith.engine.lora.lm_head import LMHead
 from tinsmith.engine.lora.saved_spec import read_spec
 from tinsmith.engine.model import precision
@@ -120,6 +120,7 @@ class TorchEngine(EngineClient):
         self._scheduler = scheduler
         modules = base.model.modules()
         self._matrices = [module.frozen for module in modules if isinstance(module, linear.LoraLinear)]
+        quantized_linear.keep_decoded(self._matrices, autotune.decoded_bytes(base, memory))
         self._heap.trim()  # reordered weights have freed the original ones
         self._card = replace(
             base.card,

@@ -206,6 +206,13 @@ def test_head_copy_is_gone_after_loading():
         plan(gpu(80), replace(model, loading_bytes=70 * GB), PlanSettings())
 
 
+def test_decoded_layer_is_planned_for_4bit_weights():
+    model = model_facts.facts_of("m", configs()["Qwen3-0.6B"], torch.bfloat16, four_bit=True)
+    made = plan(gpu(24), model, PlanSettings())
+    assert made.decoded == model.layer_weight_bytes == 2 * 15_728_640  # q, k, v, o, gate, up, down
+    assert plan(gpu(24), facts("Qwen3-0.6B"), PlanSettings()).decoded == 0
+
+
 def test_stacks_are_planned_where_they_are_made():
     model = facts("Qwen3-4B")
     for size, has_products, expected in ((80, None, 2**30), (80, False, 0), (24, None, 0), (24, True, 2**30)):
@@ -241,6 +248,7 @@ SMALL_FACTS = st.builds(
     stack_bytes=st.sampled_from([0, 2**30]),
     layer_weight_bytes=st.integers(0, 10**9),
     layers=st.integers(1, 80),
+    decoded_layers=st.integers(0, 1),
     vllm_weight_bytes=st.integers(10**6, 200 * GB),
     vllm_parameters_per_rank=st.integers(0, 10**8),
 )

@@ -25,7 +25,7 @@ from tinsmith.engine.build import build
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.exchange.merge import merge
 from tinsmith.engine.images.tower import without_weights
-from tinsmith.engine.lora.quantized_linear import QuantizedLinear, frozen_linear
+from tinsmith.engine.lora.quantized_linear import FEW_ROWS, QuantizedLinear, frozen_linear
 from tinsmith.engine.model import footprint, loading, quantization
 from tinsmith.engine.model.mixture.gates import linear_gates
 
@@ -81,6 +81,31 @@ def test_product_is_that_of_the_dequantized_matrix() -> None:
     torch.testing.assert_close(frozen(inputs), inputs @ wide.T + module.bias)
     torch.testing.assert_close(frozen.backward(grads), grads @ wide)
     torch.testing.assert_close(frozen.backward(grads, onto=torch.ones(5, 128)), 1 + grads @ wide)
+
+
+@pytest.mark.parametrize("rows", [1, 3, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_rows_are_those_of_the_dequantized_matrix(rows: int, dtype: torch.dtype, monkeypatch: Any) -> None:
+    """On a CPU to the bit: bitsandbytes has no kernel for few rows there. To break it: `self._weight` without `t`."""
+    torch.manual_seed(0)
+    module = library.nn.Linear4bit(128, 64, bias=True, compute_dtype=dtype, quant_type="nf4").to(dtype).to("cpu")
+    frozen, inputs, calls = frozen_linear(module), torch.randn(rows, 128, dtype=dtype), []
+    multiply = library.matmul_4bit
+    monkeypatch.setattr(library, "matmul_4bit", lambda *args, **rest: calls.append(1) or multiply(*args, **rest))
+    assert torch.equal(frozen(inputs), nn.functional.linear(inputs, matrix(module).to(dtype), module.bias))
+    assert len(calls) == (rows <= FEW_ROWS)
+
+
+def test_training_decodes_a_matrix_once(four_bit: Any, wait: Any, model_id: str, monkeypatch: Any) -> None:
+    """In a forward and its backward. To break it: leave out `keep_decoded` in TorchEngine."""
+    wait(four_bit.create(model_id, LORA))
+    decode, calls = library.functional.dequantize_4bit, []
+    monkeypatch.setattr(
+        library.functional, "dequantize_4bit", lambda *args, **rest: calls.append(1) or decode(*args, **rest)
+    )
+    wait(four_bit.run([pass_for("cross_entropy", model_id)]))
+    assert len(calls) == 3 * 7
+    wait(four_bit.drop(model_id))
 
 
 @pytest.mark.parametrize("loss_fn", ["cross_entropy", "ppo"])

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -34,7 +34,7 @@ from tinsmith.engine.lora import experts, grouped_adapters, targets
 from tinsmith.engine.lora.adapter import AdapterLayout, AdapterSite, AdapterWeights, PlacedAdapter
 from tinsmith.engine.lora.grouped_adapters import GroupedAdapters, Stacks
 from tinsmith.engine.lora.matmul import FrozenLinear
-from tinsmith.engine.lora.quantized_linear import QuantizedLinear, frozen_linear
+from tinsmith.engine.lora.quantized_linear import DecodedLinear, QuantizedLinear, frozen_linear
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.support import is_expert_stack
 from tinsmith.engine.model_parts import HEAD
@@ -145,7 +145,7 @@ class Projection:
     """A frozen projection, its module name, and the slices of its rows that have pairs of their own."""
 
     name: str
-    frozen: FrozenLinear | QuantizedLinear
+    frozen: FrozenLinear | QuantizedLinear | DecodedLinear
     slices: tuple[targets.RowSlice, ...] = ()
 
 
@@ -157,6 +157,18 @@ def project(inputs: Tensor, projections: Sequence[Projection], groups: AdapterGr
     if torch.is_grad_enabled() and inputs.requires_grad:
         return _Project.apply(inputs, projections, groups)  # type: ignore[no-any-return]
     return tuple(_forward(inputs, projections, groups)[0])
+
+
+def _for_backward(projections: Sequence[Projection]) -> Sequence[Projection]:
+    """The projections with 4-bit matrices that stay decoded for the backward, where there is memory."""
+    if not any(isinstance(projection.frozen, QuantizedLinear) for projection in projections):
+        return projections
+    return [
+        replace(projection, frozen=projection.frozen.for_backward())
+        if isinstance(projection.frozen, QuantizedLinear)
+        else projection
+        for projection in projections
+    ]
 
 
 def _sites(
@@ -202,6 +214,7 @@ class _Project(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: Tensor, projections: Sequence[Projection], groups: AdapterGroups
     ) -> tuple[Tensor, ...]:
+        ctx.frozen, projections = projections, _for_backward(projections)
         outputs, narrow = _forward(inputs, projections, groups)
         trained = any(group.has_gradients for group in groups)
         ctx.save_for_backward(*((inputs, *narrow) if trained else ()))
@@ -219,6 +232,7 @@ class _Project(torch.autograd.Function):
         for number, group in enumerate(ctx.groups):
             inputs, narrow = (saved[0], saved[1 + number]) if saved else (None, None)
             group.backward(input_grad, columns, names, inputs, narrow)
+        ctx.projections = ctx.frozen  # frees decoded matrices before the layers below need theirs
         return input_grad, None, None
 
 
