@@ -19,7 +19,7 @@ class PlainKernels:
         total = None if addition is None else inputs + addition
         wide = (inputs if total is None else total).float()
         inverse_rms = (wide.square().mean(-1) + eps).rsqrt()
-        return total, (wide * inverse_rms[:, None] * weight.float()).to(dtype), inverse_rms
+        return total, (wide * inverse_rms[..., None] * weight.float()).to(dtype), inverse_rms
 
     def add_norm_backward(
         self,
@@ -33,7 +33,7 @@ class PlainKernels:
         *,
         from_output: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        scale = inverse_rms[:, None]
+        scale = inverse_rms[..., None]
         total = saved.float() / weight.float() / scale if from_output else saved.float()
         eps = scale.square().reciprocal() - total.square().mean(-1, keepdim=True)
         grad = _gradients(lambda total: _normed(total, weight, eps), normed_grad.float(), total)[0]

@@ -75,6 +75,18 @@ def test_kernels_of_equal_results_are_used(replaced: BaseModel, monkeypatch: pyt
     torch.testing.assert_close(self_check.probe(replaced), before, rtol=1e-4, atol=1e-4)
 
 
+def test_kernels_are_used_as_first_layers_allow(
+    replaced: BaseModel, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = layers.replace_layers_as(loaded(tiny("qwen3")), replaced)
+    monkeypatch.setattr(choice, "kernels_on", lambda _: PlainKernels())
+    fused_layers.use_kernels(base, replaced)
+    stack: Any = base.body.layers
+    assert all(isinstance(layer, fused_layers.DecoderLayer) for layer in stack)
+    torch.testing.assert_close(self_check.probe(base), self_check.probe(replaced), rtol=1e-4, atol=1e-4)
+    assert not any(isinstance(module, fused_layers.DecoderLayer) for module in replaced.body.modules())
+
+
 class WrongGate(PlainKernels):
     def silu_mul_backward(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         gate_grad, up_grad = super().silu_mul_backward(grad, gate, up)

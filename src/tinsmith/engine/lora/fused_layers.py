@@ -35,11 +35,11 @@ _MIXERS = {"self_attn", MIXER}
 class DecoderLayer(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)), where the addition before the second norm is part of its kernel."""
 
-    def __init__(self, base: nn.Module, mixer: str) -> None:
+    def __init__(self, base: nn.Module) -> None:
         super().__init__()
         for name, child in base.named_children():  # in their order, which is that of adapters
             self.add_module(name, child)
-        self._mixer = mixer
+        self._mixer = next(name for name, _ in base.named_children() if name in _MIXERS)
 
     @override
     def forward(self, hidden_states: Tensor, **settings: Any) -> Tensor:
@@ -66,27 +66,44 @@ class _Call:
 
 
 @torch.no_grad()
-def use_kernels(base: BaseModel) -> None:
+def use_kernels(base: BaseModel, probe_base: BaseModel | None = None) -> None:
     """Let fused kernels compute the layers that `layers.replace_layers` has replaced, if this device has kernels and
-    their results agree."""
+    their results agree.
+
+    A base whose projections may have no values yet comes with `probe_base`, the first layers of the same model: where
+    these can have the form of DecoderLayer, all can, and only the kernels are computed here.
+    """
     kernels = choice.kernels_on(base.device) if base.float32_residual else None
     if kernels is None:
         return
-    originals = [(stack, number, layer) for stack in _stacks(base) for number, layer in enumerate(stack)]
+    stacks = [module for module in base.body.children() if isinstance(module, nn.ModuleList)]
+    originals = [(stack, number, layer) for stack in stacks for number, layer in enumerate(stack)]
     try:
-        probed = replace(base, flex_attention=False)  # not compiled yet
-        expected, calls = _recorded_probe(probed)
-        _check(kernels, base, calls)
-        for call in calls:
-            call.stack[call.number] = _replacement(call) or call.layer
-        _set(base, kernels)
-        if not layers.same_hidden_states(probed, expected):
-            raise ValueError("the model has other hidden states with fused kernels")
+        if probe_base is None:
+            _replace(kernels, base)
+        else:
+            calls = _recorded_probe(probe_base)[1]
+            _check(kernels, base, calls)
+            for stack, number, layer in originals if all(map(_replacement, calls)) else ():
+                stack[number] = DecoderLayer(layer)
+            _set(base, kernels)
     except Exception:
         log.warning("Fused kernels do not work for %s: it is slower without them.", base.card.source, exc_info=True)
         _set(base, None)
         for stack, number, layer in originals:
             stack[number] = layer
+
+
+def _replace(kernels: fused.Kernels, base: BaseModel) -> None:
+    """Let the kernels compute the base. Raises ValueError if its results are others."""
+    probed = replace(base, flex_attention=False)  # not compiled yet
+    expected, calls = _recorded_probe(probed)
+    _check(kernels, base, calls)
+    for call in calls:
+        call.stack[call.number] = _replacement(call) or call.layer
+    _set(base, kernels)
+    if not layers.same_hidden_states(probed, expected):
+        raise ValueError("the model has other hidden states with fused kernels")
 
 
 def _modules(base: BaseModel) -> list[Any]:
@@ -106,10 +123,6 @@ def _set(base: BaseModel, kernels: fused.Kernels | None) -> None:
             module.kernels = kernels
 
 
-def _stacks(base: BaseModel) -> list[nn.ModuleList]:
-    return [module for module in base.body.children() if isinstance(module, nn.ModuleList)]
-
-
 def _recorded_probe(base: BaseModel) -> tuple[Tensor, list[_Call]]:
     """The hidden states of the probe, and the calls of decoder layers with nothing but hidden states and settings."""
     calls = list[_Call]()
@@ -123,7 +136,8 @@ def _recorded_probe(base: BaseModel) -> tuple[Tensor, list[_Call]]:
 
     hooks = [
         layer.register_forward_pre_hook(hook(stack, number), with_kwargs=True)
-        for stack in _stacks(base)
+        for stack in base.body.children()
+        if isinstance(stack, nn.ModuleList)
         for number, layer in enumerate(stack)
     ]
     try:
@@ -139,7 +153,7 @@ def _replacement(call: _Call) -> DecoderLayer | None:
     mixers = [name for name in parts if name not in _PARTS]
     if not (parts.keys() >= _PARTS and len(mixers) == 1 and mixers[0] in _MIXERS and _are_norms(parts)):
         return None
-    replacement = DecoderLayer(call.layer, mixers[0])
+    replacement = DecoderLayer(call.layer)
     try:
         expected, actual = (layer(call.inputs, **call.settings) - call.inputs for layer in (call.layer, replacement))
     except Exception:  # noqa: BLE001 - a layer that cannot be called like this is of another kind
@@ -153,7 +167,7 @@ def _are_norms(parts: Mapping[str, nn.Module]) -> bool:
 
 def _check(kernels: fused.Kernels, base: BaseModel, calls: list[_Call]) -> None:
     """Raises ValueError unless the kernels give the results of each kind of module."""
-    table: Tensor = next(call.settings["position_embeddings"][0] for call in calls)
+    table: Tensor = next(call.settings["position_embeddings"][0].to(base.device) for call in calls)
     checks = {key: check for module in _modules(base) for key, check in _checks(kernels, module, table)}
     for check in checks.values():
         check()

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.lora import layers, linear
+from tinsmith.engine.lora import fused_layers, layers, linear
 from tinsmith.engine.lora.lm_head import LMHead
 from tinsmith.engine.model import attention, flex_attention, loading
 from tinsmith.engine.model.architectures import longrope
@@ -104,6 +104,7 @@ def prepare(config: EngineConfig, mesh: DeviceMesh) -> PreparedBase:
             frozen: Any = module.frozen
             module.frozen = ShardedLinear(module, frozen._weight, frozen._bias)  # type: ignore[assignment]
         base = layers.replace_layers_as(base, probe)
+        fused_layers.use_kernels(base, probe)
         switch = activation_checkpointing.install(base)
         for layer in base.body.get_submodule("layers").children():
             norms = {parameter for parameter in layer.parameters() if not parameter.is_meta}

@@ -15,13 +15,13 @@ from typing_extensions import override
 
 
 class Kernels(Protocol):
-    """What a GPU computes in one launch each: all inputs and outputs are rows [T, D], contiguous unless noted."""
+    """What a GPU computes in one launch each: inputs and outputs are [..., D], contiguous unless noted."""
 
     def add_norm(
         self, inputs: Tensor, addition: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor, Tensor]:
         """The sum of inputs and addition, or None without one; its RMSNorm in `dtype`; 1 / sqrt(mean(sum^2) + eps)
-        of each row, float32 [T]."""
+        of each row, float32 [...]."""
         ...
 
     def add_norm_backward(
@@ -90,7 +90,7 @@ def add_norm(kernels: Kernels, residual: Tensor, addition: Tensor | None, norm: 
     if torch.is_grad_enabled() and residual.requires_grad:
         return _AddNorm.apply(residual, addition, norm, kernels)  # type: ignore[no-any-return]
     total, normed, _ = _add_norm(kernels, residual, addition, norm)
-    return residual if total is None else total.view(residual.shape), normed.view(residual.shape)
+    return residual if total is None else total, normed
 
 
 def rotate(kernels: Kernels, heads: Tensor, tables: tuple[Tensor, Tensor], norm: Norm | None) -> Tensor:
@@ -111,18 +111,14 @@ def gated_norm(kernels: Kernels, weight: Tensor, eps: float, inputs: Tensor, gat
     """RMSNorm of inputs [..., D] with `weight`, times silu(gate), in the gate's dtype."""
     if torch.is_grad_enabled() and (inputs.requires_grad or gate.requires_grad):
         return _GatedNorm.apply(kernels, weight, eps, inputs, gate)  # type: ignore[no-any-return]
-    return kernels.gated_norm(_rows(inputs), _rows(gate), weight, eps).view(gate.shape)
+    return kernels.gated_norm(inputs.contiguous(), gate.contiguous(), weight, eps)
 
 
 def _add_norm(
     kernels: Kernels, residual: Tensor, addition: Tensor | None, norm: Norm
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    rows = None if addition is None else _rows(addition)
-    return kernels.add_norm(_rows(residual), rows, norm.weight, norm.eps, norm.dtype)
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1]).contiguous()
+    contiguous = None if addition is None else addition.contiguous()
+    return kernels.add_norm(residual.contiguous(), contiguous, norm.weight, norm.eps, norm.dtype)
 
 
 class _AddNorm(torch.autograd.Function):
@@ -132,8 +128,7 @@ class _AddNorm(torch.autograd.Function):
         ctx: Any, residual: Tensor, addition: Tensor | None, norm: Norm, kernels: Kernels
     ) -> tuple[Tensor, Tensor]:
         total, normed, inverse_rms = _add_norm(kernels, residual, addition, norm)
-        total = residual if total is None else total.view(residual.shape)
-        normed = normed.view(residual.shape)
+        total = residual if total is None else total
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(normed if norm.invertible else total, inverse_rms)
         ctx.dtypes = residual.dtype, None if addition is None else addition.dtype
@@ -149,16 +144,15 @@ class _AddNorm(torch.autograd.Function):
             return total_grad, None if dtype is None or total_grad is None else total_grad.to(dtype), None, None
         saved, inverse_rms = ctx.saved_tensors
         grad, addition_grad = ctx.kernels.add_norm_backward(
-            _rows(normed_grad),
-            None if total_grad is None else _rows(total_grad),
-            _rows(saved),
+            normed_grad.contiguous(),
+            None if total_grad is None else total_grad.contiguous(),
+            saved.contiguous(),
             ctx.norm.weight,
             inverse_rms,
             *ctx.dtypes,
             from_output=ctx.norm.invertible,
         )
-        shape = normed_grad.shape
-        return grad.view(shape), None if addition_grad is None else addition_grad.view(shape), None, None
+        return grad, addition_grad, None, None
 
 
 def _rotate(kernels: Kernels, heads: Tensor, tables: tuple[Tensor, Tensor], norm: Norm | None) -> Tensor:
@@ -214,15 +208,13 @@ class _GatedNorm(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, kernels: Kernels, weight: Tensor, eps: float, inputs: Tensor, gate: Tensor) -> Tensor:
+        inputs, gate = inputs.contiguous(), gate.contiguous()
         ctx.save_for_backward(inputs, gate)
         ctx.kernels, ctx.weight, ctx.eps = kernels, weight, eps
-        return kernels.gated_norm(_rows(inputs), _rows(gate), weight, eps).view(gate.shape)
+        return kernels.gated_norm(inputs, gate, weight, eps)
 
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, Tensor, Tensor]:
-        inputs, gate = ctx.saved_tensors
-        inputs_grad, gate_grad = ctx.kernels.gated_norm_backward(
-            _rows(grads[0]), _rows(inputs), _rows(gate), ctx.weight, ctx.eps
-        )
-        return None, None, None, inputs_grad.view(inputs.shape), gate_grad.view(gate.shape)
+        grad = grads[0].contiguous()
+        return None, None, None, *ctx.kernels.gated_norm_backward(grad, *ctx.saved_tensors, ctx.weight, ctx.eps)

@@ -22,9 +22,9 @@ def add_norm(
     if addition is not None:
         total = torch.empty_like(inputs, dtype=torch.promote_types(inputs.dtype, addition.dtype))
     normed = torch.empty_like(inputs, dtype=dtype)
-    inverse_rms = torch.empty(len(inputs), dtype=torch.float32, device=inputs.device)
-    add_norm_kernel[(len(inputs),)](  # pyright: ignore[reportIndexIssue]
-        inputs, addition, weight, total, normed, inverse_rms, eps, **row_settings(inputs.shape[1])
+    inverse_rms = torch.empty(inputs.shape[:-1], dtype=torch.float32, device=inputs.device)
+    add_norm_kernel[(inverse_rms.numel(),)](  # pyright: ignore[reportIndexIssue]
+        inputs, addition, weight, total, normed, inverse_rms, eps, **row_settings(inputs.shape[-1])
     )
     return total, normed, inverse_rms
 
@@ -43,7 +43,7 @@ def add_norm_backward(
     """See `fused.Kernels`."""
     grad = torch.empty_like(normed_grad, dtype=dtype)
     addition_grad = None if addition_dtype in (None, dtype) else torch.empty_like(grad, dtype=addition_dtype)
-    add_norm_backward_kernel[(len(grad),)](  # pyright: ignore[reportIndexIssue]
+    add_norm_backward_kernel[(inverse_rms.numel(),)](  # pyright: ignore[reportIndexIssue]
         normed_grad,
         total_grad,
         saved,
@@ -52,7 +52,7 @@ def add_norm_backward(
         grad,
         addition_grad,
         FROM_OUTPUT=from_output,
-        **row_settings(grad.shape[1]),
+        **row_settings(grad.shape[-1]),
     )
     return grad, grad if addition_dtype == dtype else addition_grad
 
@@ -102,7 +102,7 @@ def gated_norm(inputs: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tens
     """See `fused.Kernels`."""
     output = torch.empty_like(gate)
     grid, settings = rows_settings(gate)
-    gated_norm_kernel[grid](inputs, gate, weight, output, eps, len(gate), **settings)  # pyright: ignore[reportIndexIssue]
+    gated_norm_kernel[grid](inputs, gate, weight, output, eps, gate.shape[:-1].numel(), **settings)  # pyright: ignore[reportIndexIssue]
     return output
 
 
@@ -113,7 +113,7 @@ def gated_norm_backward(
     inputs_grad, gate_grad = torch.empty_like(inputs), torch.empty_like(gate)
     grid, settings = rows_settings(gate)
     gated_norm_backward_kernel[grid](  # pyright: ignore[reportIndexIssue]
-        grad, inputs, gate, weight, inputs_grad, gate_grad, eps, len(gate), **settings
+        grad, inputs, gate, weight, inputs_grad, gate_grad, eps, gate.shape[:-1].numel(), **settings
     )
     return inputs_grad, gate_grad
 
@@ -143,7 +143,7 @@ def head_settings(heads: Tensor, cos: Tensor) -> tuple[tuple[int, int], dict[str
 
 def rows_settings(rows: Tensor) -> tuple[tuple[int], dict[str, int]]:
     """Grid and constants of a kernel with a program for some rows."""
-    count, columns = rows.shape
+    count, columns = rows.shape[:-1].numel(), rows.shape[-1]
     block = triton.next_power_of_2(columns)
     block_rows = max(1, HEADS_ELEMENTS // block)
     settings = {"COLUMNS": columns, "BLOCK_ROWS": block_rows, "BLOCK": block, "num_warps": 4}
