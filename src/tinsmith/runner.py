@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from tinsmith.dialects import read_run
+from tinsmith.dialects import dialects, read_run
 from tinsmith.engine_options import DeviceOptions
 from tinsmith.errors import ConfigError
 from tinsmith.rl import train as training
@@ -236,19 +236,20 @@ def own_service(settings: RunConfig) -> ServeConfig:
 
 
 def api_key(base_url: str, variable: str = "TINKER_API_KEY") -> str:
-    """The API key in the environment variable, or else in TRINITY_API_KEY, as Trinity-RFT documents it."""
-    tinker, trinity = os.environ.get(variable, ""), os.environ.get("TRINITY_API_KEY", "")
-    if not (tinker or trinity):
+    """The API key in the environment variable, or else in one of a dialect, such as TRINITY_API_KEY."""
+    names = [variable, *(dialect.api_key_env for dialect in dialects())]
+    keys = {name: key for name in names if name and (key := os.environ.get(name))}
+    if not keys:
         raise ConfigError(
             f"There is no API key for {base_url}.",
             f"Set {variable}. A Tinsmith server keeps its own in api-key of its data folder.",
         )
-    if tinker and trinity and tinker != trinity:
-        sys.stderr.write(f"note: {variable} and TRINITY_API_KEY differ; {variable} is used\n")
-    key = tinker or trinity
-    if not key.startswith("tml-"):
+    first, *others = keys
+    if differing := [name for name in others if keys[name] != keys[first]]:
+        sys.stderr.write(f"note: {first} and {differing[0]} differ; {first} is used\n")
+    if not keys[first].startswith("tml-"):
         raise ConfigError(
             f"The API key for {base_url} does not begin with tml-, and the SDK sends no other.",
             f"Set {variable} to a key of that server.",
         )
-    return key
+    return keys[first]

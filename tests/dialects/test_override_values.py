@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
-from tinsmith.dialects.minds.schema import MindsFile
-from tinsmith.dialects.rllm.schema import RllmFile
-from tinsmith.dialects.rllm.schema_unified import UnifiedFile
-from tinsmith.dialects.trinity.schema import TrinityFile
 from tinsmith.errors import ConfigError
+from tinsmith.integrations.minds.files.schema import MindsFile
+from tinsmith.integrations.rllm.files.schema import RllmFile
+from tinsmith.integrations.rllm.files.schema_unified import UnifiedFile
+from tinsmith.integrations.trinity.files.schema import TrinityFile
 from tinsmith.overrides import apply_overrides, forms_at
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.base import SamplingConfig

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.dialects.trinity.files import SMALL, TINKER, with_key, write
+from tests.integrations.trinity.files import SMALL, TINKER, with_key, write
 from tinsmith.cli import main
 from tinsmith.dialects import RunFile, read_run
 from tinsmith.dialects.base import has_key
-from tinsmith.dialects.trinity.schema import TrinityFile
 from tinsmith.errors import ConfigError
+from tinsmith.integrations.trinity.files.schema import TrinityFile
 from tinsmith.rl.config import RunConfig
 from tinsmith.settings import paths
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.dialects.minds.test_translate import read as read_minds
-from tests.dialects.minds.test_translate import with_lines
-from tests.dialects.rllm.test_files import TASKS
-from tests.dialects.rllm.test_files import read as read_rllm
-from tests.dialects.trinity.files import read as read_trinity
+from tests.integrations.minds.test_translate import read as read_minds
+from tests.integrations.minds.test_translate import with_lines
+from tests.integrations.rllm.files.test_files import TASKS
+from tests.integrations.rllm.files.test_files import read as read_rllm
+from tests.integrations.trinity.files import read as read_trinity
 from tinsmith.dialects import read_run
-from tinsmith.dialects.rllm import read_config, translate
 from tinsmith.errors import ConfigError
+from tinsmith.integrations.rllm.files import read_config, translate
 
 
 def read_own_reference(folder: Path, reference: str) -> object:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tinsmith.integrations.minds.introspection.facts import Relations
+from tinsmith.integrations.minds.introspection.ghost_trace import word_list
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.environments.introspection.facts import Relations
-from tinsmith.rl.environments.introspection.ghost_trace import word_list
 from tinsmith.settings import read
 
 ROOT = Path(__file__).parents[2]

@@ -67,6 +67,8 @@ def test_every_page_is_in_the_navigation():
     "page", [ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem
 )
 def test_source_files_named_in_pages_exist(page):
-    named = re.findall(r"(?<![\w/])((?:chat|cli|dialects|engine|rl|service)/[\w/]+(?:\.py|/))(?!\w)", page.read_text())
+    named = re.findall(
+        r"(?<![\w/])((?:chat|cli|dialects|engine|integrations|rl|service)/[\w/]+(?:\.py|/))(?!\w)", page.read_text()
+    )
     assert len(named) > 10
     assert [path for path in named if not (ROOT / "src" / "tinsmith" / path).exists()] == []

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.dialects.trinity.files import TINKER, VERL
+from tests.integrations.trinity.files import TINKER, VERL
 from tinsmith.dialects import read_run
 from tinsmith.rl.rewards.format import Format
 from tinsmith.rl.rewards.mathematics import Math

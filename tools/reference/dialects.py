@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pydantic_core import PydanticUndefined
 
 from tinsmith.dialects.base import Copied, Fate, Ignored, Key, Refused, Translated
-from tinsmith.dialects.minds import translate as minds_files
-from tinsmith.dialects.rllm import dialect as rllm
-from tinsmith.dialects.trinity.translate import file_keys
+from tinsmith.integrations.minds.files import translate as minds_files
+from tinsmith.integrations.rllm.files import dialect as rllm
+from tinsmith.integrations.trinity.files.translate import file_keys
 from tinsmith.rl.config.other_names import OTHER_NAMES
 
 

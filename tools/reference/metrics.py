@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tinsmith.rl.monitors.trinity_names import TRINITY
+from tinsmith.integrations.trinity.metric_names import TRINITY
 
 
 def trinity_names() -> str:

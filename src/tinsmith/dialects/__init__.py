@@ -1,27 +1,20 @@
 """Run files in any dialect: detected, translated into a RunConfig, with notes on keys that have no effect.
 
 `read_run` is what the commands call. In a foreign file, `key=value` overrides of the file's own keys are applied
-before the translation, and overrides of RunConfig's keys after it. Each dialect is a package in this folder, or one of
-its kinds of files.
+before the translation, and overrides of RunConfig's keys after it. Dialects are found by entry points of the group
+`tinsmith.dialects`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinsmith.dialects.base import Section, Translation, has_key
-from tinsmith.dialects.minds import translate as minds
-from tinsmith.dialects.minds.schema import MindsFile
-from tinsmith.dialects.rllm import dialect as rllm
-from tinsmith.dialects.rllm import overrides as hydra_syntax
-from tinsmith.dialects.rllm.schema import RllmFile
-from tinsmith.dialects.rllm.schema_unified import UnifiedFile
-from tinsmith.dialects.trinity import translate as trinity
-from tinsmith.dialects.trinity.plugin_shim import plugin_shim
-from tinsmith.dialects.trinity.schema import TrinityFile
+from tinsmith import entry_points
+from tinsmith.dialects.base import Dialect, has_key
 from tinsmith.dialects.unread import refuse_unread
 from tinsmith.dialects.wording import in_words_of
 from tinsmith.errors import ConfigError
@@ -31,75 +24,8 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.rl.plugins import Names
 from tinsmith.settings import build, nearest_name, parse_file, paths, resolve_interpolations, without_entries
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
-    """A foreign kind of run file."""
-
-    name: str
-    guide: str
-    """Page about the differences."""
-    schema: type[Section]
-    stage_keys: tuple[str, ...] = ()
-    """Keys of the schema that an entry of `stages` may have."""
-    recognizes: Callable[[Mapping[str, Any]], bool]
-    defaults: Callable[[], Mapping[str, Any]]
-    """The values that references in a file find where it does not set the key."""
-    translate: Callable[[Mapping[str, Any], str, Names, Sequence[str]], Translation]
-    """Arguments: the file's values, its place in messages, names of plugins, and the overrides that were applied."""
-    override_key: Callable[[str], str] = override_key
-    """The dotted key of an override."""
-    apply: Callable[[Mapping[str, Any], Sequence[str], type[Section]], dict[str, Any]] = apply_overrides
-    """The values of a file with overrides of the keys of its schema."""
-    is_own: Callable[[str], bool] = lambda _: False
-    """Whether an override of a key that neither the dialect nor RunConfig has is the dialect's."""
-    finish: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
-    """The settings of the run from those of the translation, with overrides of RunConfig's keys."""
-
-
-DIALECTS = (
-    Dialect(
-        name=minds.NAME,
-        guide=minds.GUIDE,
-        schema=MindsFile,
-        recognizes=minds.recognizes,
-        defaults=minds.defaults,
-        translate=minds.translate,
-    ),
-    Dialect(
-        name=rllm.NAME,
-        guide=rllm.GUIDE,
-        schema=UnifiedFile,
-        recognizes=rllm.is_unified,
-        defaults=rllm.unified_defaults,
-        translate=rllm.translate,
-        override_key=hydra_syntax.override_key,
-        apply=rllm.apply,
-        is_own=rllm.is_of_script,
-        finish=rllm.finish,
-    ),
-    Dialect(
-        name=rllm.NAME,
-        guide=rllm.GUIDE,
-        schema=RllmFile,
-        recognizes=rllm.recognizes,
-        defaults=rllm.defaults,
-        translate=rllm.translate,
-        override_key=hydra_syntax.override_key,
-        apply=rllm.apply,
-        is_own=rllm.is_of_script,
-        finish=rllm.finish,
-    ),
-    Dialect(
-        name=trinity.NAME,
-        guide="docs/from/trinity.md",
-        schema=TrinityFile,
-        stage_keys=trinity.STAGE_KEYS,
-        recognizes=trinity.recognizes,
-        defaults=trinity.defaults,
-        translate=trinity.translate,
-    ),
-)
+GROUP = "tinsmith.dialects"
+"""Group of entry points: each names a Dialect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,18 +44,30 @@ class RunFile:
     """On keys of the file that have no effect here, or another one than they suggest."""
 
 
+def dialects() -> tuple[Dialect, ...]:
+    """The dialects of all installed packages. Raises ConfigError if there is none."""
+    if installed := tuple(entry_points.load(GROUP, Dialect).values()):
+        return installed
+    raise ConfigError(
+        f"No package has an entry point of {GROUP}: tinsmith is not installed, or its code is newer than that.",
+        "Install it again, in its folder with: pip install --no-deps -e .",
+    )
+
+
 def find_dialect(values: Mapping[str, Any]) -> Dialect | None:
     """The dialect of a file with these values; None for Tinsmith's own."""
-    return next((dialect for dialect in DIALECTS if dialect.recognizes(values)), None)
+    return next((dialect for dialect in dialects() if dialect.recognizes(values)), None)
 
 
 def read_run(file: Path, overrides: Sequence[str] = ()) -> RunFile:
     """Read a run file in any dialect. Raises ConfigError with every fault, its place and its fix."""
-    with plugin_shim():
+    with ExitStack() as stack:
+        for dialect in dialects():
+            stack.enter_context(dialect.plugin_imports())
         values = parse_file(file)
-        refuse_unread(values, str(file))
         dialect = find_dialect(values)
         if dialect is None:
+            refuse_unread(values, str(file), sorted({each.name for each in dialects()}, key=str.lower))
             return _read_own(file, values, overrides)
         try:
             return _read_foreign(file, values, overrides, dialect)

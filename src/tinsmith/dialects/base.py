@@ -13,13 +13,15 @@ Such a function lists the keys it translates and what each becomes. It returns a
     def _server(tinker: Tinker) -> Translation:
         return settings({"model.base_url": tinker.base_url})
 
-`keys` lists every key with its fate, and raises TypeError for a key without one.
+`keys` lists every key with its fate, and raises TypeError for a key without one. A `Dialect` puts all of it together,
+and an entry point of the group `tinsmith.dialects` registers it (docs/from/extensions.md).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_args
 
@@ -27,6 +29,8 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
 from tinsmith.errors import ConfigError
+from tinsmith.overrides import apply_overrides, override_key
+from tinsmith.rl.plugins import Names
 from tinsmith.settings import nearest_name
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -108,6 +112,39 @@ class Translation:
     def messages(self) -> Translation:
         """The notes and faults, without the settings."""
         return Translation(notes=self.notes, faults=self.faults)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """A foreign kind of run file.
+
+    Example: Dialect(name="Acme", guide="https://acme.example/tinsmith", schema=AcmeFile, recognizes=…, translate=…)
+    """
+
+    name: str
+    guide: str
+    """Page about the differences."""
+    schema: type[Section]
+    recognizes: Callable[[Mapping[str, Any]], bool]
+    """Whether these are the values of a file of this kind. It is also called with one key of a file alone."""
+    translate: Callable[[Mapping[str, Any], str, Names, Sequence[str]], Translation]
+    """Arguments: the file's values, its place in messages, names of plugins, and the overrides that were applied."""
+    stage_keys: tuple[str, ...] = ()
+    """Keys of the schema that an entry of `stages` may have."""
+    defaults: Callable[[], Mapping[str, Any]] = dict
+    """The values that references in a file find where it does not set the key."""
+    override_key: Callable[[str], str] = override_key
+    """The dotted key of an override."""
+    apply: Callable[[Mapping[str, Any], Sequence[str], type[Section]], dict[str, Any]] = apply_overrides
+    """The values of a file with overrides of the keys of its schema."""
+    is_own: Callable[[str], bool] = lambda _: False
+    """Whether an override of a key that neither the dialect nor RunConfig has is the dialect's."""
+    finish: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    """The settings of the run from those of the translation, with overrides of RunConfig's keys."""
+    plugin_imports: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context in which the plugin files of any run file are imported: a stand-in for a package that they import."""
+    api_key_env: str = ""
+    """Environment variable with the API key in the system, which is used where the run's own is not set."""
 
 
 NOTHING = Translation()

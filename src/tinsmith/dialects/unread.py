@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,16 +68,34 @@ FORMATS = (
 )  # fmt: skip
 
 
-def refuse_unread(values: Mapping[str, Any], place: str) -> None:
-    """Raise ConfigError if the values are those of a file of a system whose files are not read."""
+def is_unread(values: Mapping[str, Any]) -> bool:
+    """Whether the values are those of a file of a system whose files are not read."""
+    return _unread(values) is not None
+
+
+def refuse_unread(values: Mapping[str, Any], place: str, dialects: Sequence[str]) -> None:
+    """Raise ConfigError if the values are those of a file of a system whose files are not read.
+
+    `dialects` are the names of the systems whose files are read.
+    """
+    if (unread := _unread(values)) is not None:
+        form, key = unread
+        *names, last = dialects
+        systems = f"{', '.join(names)} and {last}" if names else last
+        raise ConfigError(
+            f"{place} is a file of {form.name}, because it has '{key.partition('=')[0]}'; such files are not read.",
+            f"{form.fix}Write a run file; {NAMES_PAGE} has names of other systems and ours. Tinsmith reads its "
+            f"own run files and those of {systems}.",
+        )
+
+
+def _unread(values: Mapping[str, Any]) -> tuple[UnreadFormat, str] | None:
+    """The format of the values that is not read, and the key that marks it."""
     for form in FORMATS:
         key = next((key for key in form.keys if _has(values, key)), "")
         if key and not any(other in values for other in form.unless):
-            raise ConfigError(
-                f"{place} is a file of {form.name}, because it has '{key.partition('=')[0]}'; such files are not read.",
-                f"{form.fix}Write a run file; {NAMES_PAGE} has names of other systems and ours. Tinsmith reads its "
-                "own run files and those of Trinity-RFT, rLLM and minds_RL.",
-            )
+            return form, key
+    return None
 
 
 def _has(values: Any, key: str) -> bool:

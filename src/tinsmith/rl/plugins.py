@@ -250,10 +250,10 @@ def _module(file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except ModuleNotFoundError as error:
         del sys.modules[name]
-        fix = "Install it."
-        if (error.name or "").split(".")[0] == "trinity":
-            fix = "Trinity's own classes are not available; port them by docs/train/environments.md."
-        raise ConfigError(f"plugins: {file} imports {error.name}, which is not installed.", fix) from error
+        raise ConfigError(
+            f"plugins: {file} imports {error.name}, which is not installed.",
+            "Install it, or write the file without it: docs/train/environments.md.",
+        ) from error
     except Exception as error:
         del sys.modules[name]
         raise ConfigError(f"plugins: {file} cannot be imported: {type(error).__name__}: {error}") from error

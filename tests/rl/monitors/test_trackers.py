@@ -20,7 +20,6 @@ from tinsmith.cli import check
 from tinsmith.errors import ConfigError
 from tinsmith.rl import monitors
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.monitors.trinity_names import TRINITY, trinity_name
 from tinsmith.rl.stages import run_stages
 from tinsmith.settings import build
 
@@ -265,26 +264,6 @@ def test_monitors_of_other_systems_are_rejected(monitor, instead):
         build(RunConfig, {"monitors": [{"type": monitor}]}, "run.yaml")
 
 
-def test_trinity_names_are_unique_and_of_existing_metrics(finished):
-    names = {name for row in rows(finished, timeless=False) for name in row}
-    names |= {"reward/kl", "reward/kl_coef", "optim/kl", "optim/kl_coef"}  # with a divergence
-    names |= {"critic/explained_variance", "critic/value_mean", "critic/return_mean"}  # with a critic
-    assert set(TRINITY) <= names
-    assert len(set(TRINITY.values())) == len(TRINITY)
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        ("reward/format", "rollout/format/mean"),
-        ("reward/std", "reward/std"),
-        ("eval/pass@1", "eval/eval/accuracy/mean"),
-        ("eval/gsm8k/pass@1", "eval/gsm8k/accuracy/mean"),
-        ("eval/gsm8k/reward/mean", "eval/gsm8k/reward/mean"),
-        ("eval/reward/mean", "eval/eval/reward/mean"),
-        ("eval/pass@4", "eval/pass@4"),
-        ("time/eval", "time/eval"),
-    ],
-)
-def test_trinity_name_of_metric_families(ours, theirs):
-    assert trinity_name(ours) == theirs
+def test_metric_names_of_unknown_systems_are_refused():
+    with pytest.raises(ConfigError, match=r"no metric names of trinty\. Did you mean 'trinity'\?"):
+        build(RunConfig, {"monitors": [{"type": "tensorboard", "names": "trinty"}]}, "run.yaml")

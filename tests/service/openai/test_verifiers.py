@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from tests.models import CHATML, save_tokenizer
 from tests.service.conftest import Served
-from tinsmith.rl.environments.verifiers import environment
-from tinsmith.rl.environments.verifiers.package import importable_name
+from tinsmith.integrations.verifiers import environment
+from tinsmith.integrations.verifiers.package import importable_name
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 

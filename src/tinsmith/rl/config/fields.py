@@ -14,8 +14,8 @@ from tinsmith.rl.data.demonstrations import DemonstrationsConfig
 from tinsmith.rl.data.tasks import TasksConfig
 from tinsmith.rl.ending.duration import Duration
 from tinsmith.rl.ending.until import UntilConfig
-from tinsmith.rl.environments import EnvironmentConfig
 from tinsmith.rl.environments.base import EnvironmentOptions
+from tinsmith.rl.environments.registry import EnvironmentConfig
 from tinsmith.rl.evaluate import BenchConfig, EvalConfig
 from tinsmith.rl.monitors import MonitorConfig
 from tinsmith.rl.monitors.console import ConsoleConfig

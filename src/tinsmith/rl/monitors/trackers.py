@@ -13,17 +13,23 @@ import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from types import FunctionType
 from typing import Any, Literal
 
+from pydantic import field_validator
 from typing_extensions import override
 
+from tinsmith import entry_points
 from tinsmith.atomic import atomic_write
+from tinsmith.entry_points import OWN
 from tinsmith.errors import ConfigError
 from tinsmith.rl.monitors.base import Kind, Monitor, RunInfo
-from tinsmith.rl.monitors.trinity_names import trinity_name
 from tinsmith.rl.types import Group
-from tinsmith.settings import Settings
+from tinsmith.settings import Settings, did_you_mean
 
+NAMES_GROUP = "tinsmith.metric_names"
+"""Group of entry points: each names a function from a metric's name to that of another system."""
 _MLFLOW_PARAM_LENGTH = 500
 """Characters of a parameter's value. MLflow rejects longer values."""
 _MLFLOW_BATCH = 100
@@ -33,14 +39,25 @@ _MLFLOW_BATCH = 100
 class TrackerConfig(Settings):
     """Settings of all trackers."""
 
-    names: Literal["tinsmith", "trinity"] = "tinsmith"
-    """Metric names: Tinsmith's, or Trinity-RFT's for the metrics that Trinity-RFT has."""
+    names: str = OWN
+    """Metric names: `tinsmith`, or another system's for the metrics that it has: `trinity`."""
+
+    @field_validator("names")
+    @classmethod
+    def _check_names(cls, names: str) -> str:
+        systems = (OWN, *(entry_points.load(NAMES_GROUP, FunctionType) if names != OWN else ()))
+        if names in systems:
+            return names
+        fix = did_you_mean(names, systems) or f"Known here: {', '.join(systems)}."
+        raise ValueError(f"there are no metric names of {names}. {fix}")
+
+    @cached_property
+    def _renaming(self) -> Callable[[str], str]:
+        return str if self.names == OWN else entry_points.load(NAMES_GROUP, FunctionType)[self.names]
 
     def renamed(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics under the configured names."""
-        if self.names == "tinsmith":
-            return dict(values)
-        return {trinity_name(name): value for name, value in values.items()}
+        return {self._renaming(name): value for name, value in values.items()}
 
 
 class ProjectConfig(TrackerConfig):

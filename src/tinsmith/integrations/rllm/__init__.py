@@ -1,0 +1,4 @@
+"""rLLM: its configurations in `files`, and the classes and functions of its Python API in the other modules.
+
+Users import the API from `tinsmith.rllm`. Guides: docs/from/rllm.md.
+"""

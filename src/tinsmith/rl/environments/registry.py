@@ -1,0 +1,41 @@
+"""The types of environments: `tasks`, `custom`, and those of entry points of the group `tinsmith.environments`.
+
+Modules of environments are loaded when this module is imported, so they cannot import it or RunConfig.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Union
+
+from pydantic import Field
+
+from tinsmith import entry_points
+from tinsmith.errors import ConfigError
+from tinsmith.rl.environments.base import EnvironmentOptions
+from tinsmith.rl.environments.custom import CustomEnvironment
+from tinsmith.rl.environments.tasks import TasksEnvironment
+
+GROUP = "tinsmith.environments"
+"""Group of entry points: the name of each is the `type` of an EnvironmentOptions class."""
+
+
+def _installed() -> Iterator[type[EnvironmentOptions]]:
+    """The classes of installed packages. Raises ConfigError for an entry point that names none."""
+    for name, kind in entry_points.load(GROUP, type).items():
+        field = kind.model_fields.get("type") if issubclass(kind, EnvironmentOptions) else None
+        if field is None or field.default != name or name in ("tasks", "custom"):
+            raise ConfigError(
+                f"Entry point {name} of {GROUP}: {kind.__module__}:{kind.__qualname__} is no environment of this type.",
+                f'Derive it from tinsmith.EnvironmentOptions, with the field type: Literal["{name}"] = "{name}".',
+            )
+        yield kind
+
+
+if TYPE_CHECKING:
+    EnvironmentConfig = EnvironmentOptions
+else:
+    EnvironmentConfig = Annotated[
+        Union[TasksEnvironment, *_installed(), CustomEnvironment],
+        Field(discriminator="type"),
+    ]
