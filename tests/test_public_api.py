@@ -76,14 +76,15 @@ async def _train_by_hand(run_file: Path) -> list[float]:
     """The built-in loop, written out with public parts."""
     rewards = []
     async with tinsmith.open_run(run_file, "folder=by-hand") as run:
-        await run.evaluate_before_training()
+        assert not await run.evaluate_before_training()
         for step in run.steps():
             batch = await run.next_batch(step)
             groups = run.filtered_groups(batch.groups)
             update = await run.algorithm.score(step, groups, run.next_demonstrations())
             await run.update(step, update)
             rewards.append(sum(map(sum, (group.rewards for group in groups))))
-            await run.finish_step(step)
+            if await run.finish_step(step):
+                break
     return rewards
 
 

@@ -50,11 +50,9 @@ def parts(kind: type[Settings]) -> set[type[Settings]]:
 
 
 def test_every_key_is_read_and_documented():
-    folder = Path(tinsmith.rl.__file__).parent
-    source = "\n".join(
-        file.read_text()
-        for file in [*folder.rglob("*.py"), *(folder.parent / "cli").rglob("*.py"), *folder.parent.glob("*.py")]
-    )
+    folder = Path(tinsmith.rl.__file__).parents[1]
+    files = [file for part in ("rl", "cli", "integrations") for file in (folder / part).rglob("*.py")]
+    source = "\n".join(file.read_text() for file in [*files, *folder.glob("*.py")])
     for kind in parts(RunConfig):
         for name, field in kind.model_fields.items():
             assert re.search(rf"\.{name}\b", source), f"{kind.__name__}.{name} is read nowhere"

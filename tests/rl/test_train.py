@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import math
 import threading
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.rl.scripted_run import rows, run, scripted, settings
 from tinsmith.errors import ConfigError, TinsmithError
+from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.run_folder import RunFolder
 from tinsmith.rl.run_parts import RunData, resolve_steps
+from tinsmith.rl.train import open_run
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -211,3 +216,34 @@ def test_run_needs_at_least_one_step(tmp_path):
         epoch_settings(tmp_path)
     with pytest.raises(ConfigError, match="less than one step of 3"):
         steps_of(epoch_settings(tmp_path, epochs=0.1))
+
+
+async def by_hand(config: RunConfig) -> None:
+    """The loop of docs/reference/api.md, for any number of steps."""
+    async with open_run(config, scripted(Path(config.folder)), Console(file=io.StringIO())) as opened:
+        ended = await opened.evaluate_before_training()
+        for step in () if ended else opened.steps():
+            batch = await opened.next_batch(step)
+            groups = opened.filtered_groups(batch.groups)
+            update = await opened.algorithm.score(step, groups, opened.next_demonstrations())
+            await opened.update(step, update)
+            if await opened.finish_step(step):
+                break
+
+
+DIFFICULTY = {"train": {"type": "addition"}, "held_out": 5, "order": {"type": "difficulty"}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"tasks": DIFFICULTY, "steps": 20}, {"until": {"metric": "reward/mean", "at_least": 0.9}, "steps": 60}],
+    ids=["order", "until"],
+)
+def test_loop_by_hand_equals_the_built_in_loop(tmp_path, changes):
+    built_in, hand = settings(tmp_path / "built-in", **changes), settings(tmp_path / "hand", **changes)
+    expected = run(built_in)
+    asyncio.run(by_hand(hand))
+    state = json.loads((tmp_path / "hand" / "state.json").read_text())
+    assert (state["step"], state["cursor"]) == (expected.step, expected.cursor)
+    assert state["order"] == expected.model_dump(mode="json")["order"]
+    assert state["step"] < 60

@@ -1,6 +1,6 @@
 """A run in progress: its parts, and the methods that the training loop calls in each step.
 
-`train.assemble` creates the parts.
+`assembly.assemble` creates the parts.
 """
 
 from __future__ import annotations
@@ -80,6 +80,20 @@ class StreamedGroups:
     """Places of the groups in the batch."""
 
 
+@dataclass(slots=True)
+class StepInProgress:
+    """What is known of the current step, for its metrics and for what learns from them."""
+
+    batch: Batch | None = None
+    """The batch that the step trains on."""
+    version: int = 0
+    """Version of the weights before the update."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """Metrics of the update."""
+    logged: dict[str, float] = field(default_factory=dict)
+    """All metrics, with times; empty if the step is not logged."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """The parts of a run, and what the loop does with them. All parts live as long as the run."""
@@ -109,6 +123,7 @@ class Run:
     backoff: Backoff
     shadow: ShadowService | None = None
     """Shadow steps of the rollouts, if they need any."""
+    current: StepInProgress = field(default_factory=StepInProgress, init=False)
 
     def steps(self) -> range:
         """The remaining steps, counted from 1."""
@@ -200,12 +215,19 @@ class Run:
 
     async def finish(self, step: int, stream: GradientStream) -> dict[str, float]:
         """Take the optimizer step of a streamed gradient; returns its metrics."""
-        return await stream.finish(
+        numbers = await stream.finish(
             self.config.optimizer, self.config.optimizer.learning_rate_at(step, self.config.steps)
         )
+        self.current.numbers.update(numbers)
+        return numbers
 
     async def update(self, step: int, batch: BatchUpdates) -> dict[str, float]:
         """Take the optimizer steps of a batch, unless it has none; returns its metrics."""
+        numbers = await self._update(step, batch)
+        self.current.numbers.update(numbers)
+        return numbers
+
+    async def _update(self, step: int, batch: BatchUpdates) -> dict[str, float]:
         rate = self.config.optimizer.learning_rate_at(step, self.config.steps)
         skipped = {"optim/skipped": 1.0, "optim/lr": rate, **batch.numbers}
         if not batch.updates:
@@ -234,52 +256,63 @@ class Run:
             **critic_metrics,
         }
 
-    def log(
-        self, step: int, batch: Batch, trained_groups: int, version: int, numbers: Mapping[str, float], timer: StepTimer
-    ) -> None:
-        """Report a step to the task order, the monitors and the log.
-
-        `trained_groups`: groups that passed the filters; `version`: of the weights before the update.
-        """
-        self.task_sampler.update(batch.groups)
-        sampled = metrics.group_metrics(batch.groups, version) if batch.groups else {}
-        seconds = timer.total()
+    def log(self, step: int, timer: StepTimer) -> None:
+        """Report a step that has been trained on to the monitors and the log, with its times."""
+        batch, seconds = self.current.batch, timer.total()
+        if batch is None:
+            return
         self.timeline.add("sampling", step, batch.sampled_from, batch.sampled_until)
-        speed = {
-            **self.rates.lap(numbers.get("tokens/trained", 0.0)),
+        if batch.groups:
+            self.monitors.rollouts(step, "train", batch.groups)
+        self.current.logged = values = {
+            **self._measured(batch),
+            **self.rates.lap(self.current.numbers.get("tokens/trained", 0.0)),
             **self.overlap.lap(),
             "time/step": seconds,
             "time/sampling": batch.sampled_until - batch.sampled_from,
+            **timer.parts,
         }
-        if batch.groups:
-            self.monitors.rollouts(step, "train", batch.groups)
-        if self.config.active_backoff is not None:
-            sampled["policy/guarded"] = float(self.backoff.guarded)
-        if self.config.filters and batch.groups:
-            sampled["filters/dropped"] = 1.0 - trained_groups / len(batch.groups)
-        shadow = self.shadow.metrics() if self.shadow else {}
-        values = {**sampled, **batch.numbers, **numbers, **shadow, **speed, **timer.parts}
         self.monitors.metrics(step, values)
-        self.ending.observe(values)
-        reward = sampled.get("reward/mean", float("nan"))
+        reward = values.get("reward/mean", float("nan"))
         log.info("Step %d of %d: reward %.4g, %.2f seconds", step, self.config.steps, reward, seconds)
         if failed := [rollout.error for group in batch.groups for rollout in group.rollouts if rollout.error]:
             log.warning("%s of step %d failed; the first: %s", counted(len(failed), "rollout"), step, failed[0])
+
+    def _measured(self, batch: Batch) -> dict[str, float]:
+        """The metrics of the current step without times; those of shadow steps are since the previous call."""
+        sampled = metrics.group_metrics(batch.groups, self.current.version) if batch.groups else {}
+        if self.config.active_backoff is not None:
+            sampled["policy/guarded"] = float(self.backoff.guarded)
+        if self.config.filters and batch.groups:
+            sampled["filters/dropped"] = 1.0 - len(self.filtered_groups(batch.groups)) / len(batch.groups)
+        shadow = self.shadow.metrics() if self.shadow else {}
+        return {**sampled, **batch.numbers, **self.current.numbers, **shadow}
+
+    def _observe(self) -> None:
+        """Let the task order and the conditions of `until` learn from the current step, once."""
+        if (batch := self.current.batch) is not None:
+            self.task_sampler.update(batch.groups)
+            self.ending.observe(self.current.logged or self._measured(batch))
+        self.current.batch = None
 
     async def next_batch(self, step: int) -> Batch:
         """The batch that `step` trains on. Raises StopRequested if the run is to stop."""
         self._limit_staleness()
         with self.overlap.waiting():
             batch = await self.batches.next(step)
+        self.current.batch, self.current.version = batch, self.policy.version
+        self.current.numbers, self.current.logged = {}, {}
         await self.states.write_complete()
         return batch
 
     async def finish_step(self, step: int) -> bool:
-        """Let sampling go on by the new weights; then evaluate and save if due after `step`.
+        """Observe the rewards and metrics of `step`, and let sampling go on by the new weights; then evaluate and save
+        if due.
 
         Sampling does not wait for the evaluation or the checkpoint, except with staleness 0. The state is written last,
         after all files of the step. Returns whether the run has ended: by its last step, or by a condition of `until`.
         """
+        self._observe()
         last, every = self._is_last(step), self.config.checkpoint.every
         point = self._resume_point(step)
         self._limit_staleness()

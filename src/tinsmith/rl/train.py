@@ -74,10 +74,9 @@ async def take_step(run: Run, step: int) -> None:
     streamed = await run.stream(step)
     batch = await run.next_batch(step)
     timer.lap("rollouts")
-    version = run.policy.version
-    numbers = await run.train(step, batch.groups, streamed)
+    await run.train(step, batch.groups, streamed)
     timer.lap("update")
-    run.log(step, batch, len(run.filtered_groups(batch.groups)), version, numbers, timer)
+    run.log(step, timer)
 
 
 @asynccontextmanager

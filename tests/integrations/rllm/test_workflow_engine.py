@@ -95,6 +95,36 @@ def test_validation_is_known_to_the_engine_and_only_then():
     assert seen == [True, False]
 
 
+def test_modes_of_concurrent_calls_do_not_mix():
+    seen: dict[str, set[bool]] = {"train": set(), "val": set()}
+
+    async def looks(flow, task, uid):
+        for _ in range(5):
+            seen[task["mode"]].add(flow.rollout_engine.is_validation)
+            seen[task["mode"]].add(await flow.run_in_executor(lambda: flow.rollout_engine.is_validation))
+        return Episode(id=uid)
+
+    async def main():
+        runner = AgentWorkflowEngine(FunctionFlow, {"function": looks}, engine("yes"))
+        await asyncio.gather(
+            runner.execute_tasks([{"mode": "train"}] * 3),
+            runner.execute_tasks([{"mode": "val"}] * 3, is_validation=True),
+        )
+
+    asyncio.run(main())
+    assert seen == {"train": {False}, "val": {True}}
+
+
+def test_all_errors_of_a_call_are_raised():
+    async def fails(flow, task, uid):
+        raise ValueError(f"broken {uid}")
+
+    with pytest.raises(TinsmithError) as error:
+        episodes(FunctionFlow, {"function": fails}, engine("yes"), 2, retry_limit=1)
+    assert "ValueError: broken t:0" in str(error.value)
+    assert "ValueError: broken t:1" in str(error.value)
+
+
 def test_wrong_arguments_are_named():
     with pytest.raises(UserError, match="not a subclass"):
         AgentWorkflowEngine(dict, {}, engine("yes"))  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import pytest
 from tinsmith.errors import ConfigError
 from tinsmith.rl.data.sources import Addition, Jsonl, Largest
 from tinsmith.rl.data.tasks import TasksConfig, split
+from tinsmith.rl.types import Group, Rollout
 
 
 def test_held_out_tasks_are_never_drawn():
@@ -95,3 +96,35 @@ def test_held_out_limits_the_eval_source():
     assert [task.id for task in held_out[""]] == [f"largest/{index}" for index in range(4)]
     _, held_out = split(TasksConfig(train=Addition(), eval=Largest(size=10), held_out=0), seed=0)
     assert len(held_out[""]) == 10
+
+
+def test_learned_order_keeps_nothing_of_tasks_without_rewards(tmp_path):
+    """Groups that were resampled or too stale are never reported; the state stays as large as the data."""
+    rows = [{"id": f"row {n % 2}", "question": f"{n}?", "answer": "1"} for n in range(6)]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    train = Jsonl(path=str(tmp_path / "t.jsonl"))
+
+    def sampler(order: str):
+        return split(TasksConfig.model_validate({"train": train, "held_out": 0, "order": {"type": order}}), seed=0)[0]
+
+    learning, fixed = sampler("difficulty"), sampler("shuffle")
+    for _ in range(50):
+        learning.draw(4)
+        fixed.draw(4)
+    assert len(learning.state["drawn"]) == 6
+    assert fixed.state["drawn"] == {}
+
+
+def test_task_that_is_drawn_again_learns_from_both_groups():
+    sampler, _ = split(
+        TasksConfig.model_validate({"train": Addition(high=10), "held_out": 0, "order": {"type": "difficulty"}}), 0
+    )
+    (task,) = sampler.draw(1)
+    while task not in sampler.draw(1):
+        pass
+    beliefs = [sampler.state["lanes"][0]]
+    for _ in range(2):
+        rollout = Rollout.single((), 1.0)
+        sampler.update([Group(task=task, rollouts=(rollout,))])
+        beliefs.append(sampler.state["lanes"][0])
+    assert beliefs[0] != beliefs[1] != beliefs[2]

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tests.rl.scripted_run import REPLIES, rows, run, settings
 from tinsmith.rl.ending.duration import seconds_of
-from tinsmith.rl.ending.stop import StopRequested, StopSignal, WorkCancelled
+from tinsmith.rl.ending.stop import Interrupted, StopRequested, StopSignal, WorkCancelled
 from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.stages import run_stages
 from tinsmith.rl.train import train
@@ -233,3 +233,15 @@ def test_sigterm_stops_the_run(tmp_path):
     assert (stop.reason, stop.stopped_at) == ("SIGTERM", f"step {state.step} of 8")
     assert 2 <= state.step <= 3
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_ctrl_c_after_sigterm_says_what_the_next_one_does(capfd):
+    stop = StopSignal(None, 60.0)
+    with stop.at_signals():
+        stop.begin()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert "Ctrl-C again ends it at once" in capfd.readouterr().err
+        with pytest.raises(Interrupted):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert stop.reason == "SIGTERM"

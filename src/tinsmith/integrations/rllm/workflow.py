@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from copy import deepcopy
 from functools import partial
 from itertools import pairwise
@@ -198,7 +199,9 @@ class Workflow(AdaptedWorkflow, ABC):
 
     async def run_in_executor(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a function that blocks in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self.executor, partial(fn, *args, **kwargs))
+        return await asyncio.get_running_loop().run_in_executor(
+            self.executor, partial(copy_context().run, fn, *args, **kwargs)
+        )
 
     def _agents(self) -> list[BaseAgent]:
         return [value for value in vars(self).values() if isinstance(value, BaseAgent)]

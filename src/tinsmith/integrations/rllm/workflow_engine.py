@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tinsmith.errors import TinsmithError, UserError
-from tinsmith.integrations.rllm.engines.base import RolloutEngine
+from tinsmith.integrations.rllm.engines.base import EVALUATING, RolloutEngine
 from tinsmith.integrations.rllm.records import Episode, TerminationReason
 from tinsmith.integrations.rllm.rollouts import error_of
 from tinsmith.integrations.rllm.store import InMemoryStore, Store
@@ -68,10 +68,7 @@ class AgentWorkflowEngine:
         numbers: Counter[str] = Counter()
         rollouts: dict[str, list[asyncio.Task[Episode]]] = defaultdict(list)
         gate = asyncio.Semaphore(self.n_parallel_tasks)
-        validation, self.rollout_engine.is_validation = (
-            self.rollout_engine.is_validation,
-            bool(kwargs.pop("is_validation", self.rollout_engine.is_validation)),
-        )
+        evaluating = EVALUATING.set(bool(kwargs.pop("is_validation", self.rollout_engine.is_validation)))
         try:
             async with asyncio.TaskGroup() as group:
                 for task, task_id in zip(tasks, ids, strict=True):
@@ -79,9 +76,12 @@ class AgentWorkflowEngine:
                     rollouts[task_id].append(group.create_task(rollout))
                     numbers[task_id] += 1
         except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+            messages = list(dict.fromkeys(map(str, failures.exceptions)))
+            if len(messages) == 1:
+                raise failures.exceptions[0] from None
+            raise TinsmithError("\n".join(messages)) from failures
         finally:
-            self.rollout_engine.is_validation = validation
+            EVALUATING.reset(evaluating)
         return [rollout.result() for of_task in rollouts.values() for rollout in of_task]
 
     async def _rollout(

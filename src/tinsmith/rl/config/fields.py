@@ -65,8 +65,6 @@ class Stage(Settings):
 class RunSettings(Settings):
     """The fields of a run file."""
 
-    model_config = ConfigDict(serialize_by_alias=True)
-
     mode: Literal["both", "explore", "train", "bench"] = "both"
     """`both` samples and trains, `explore` samples into a buffer, `train` trains from a buffer that another process
     fills, `bench` compares checkpoints on the held-out tasks."""
@@ -86,7 +84,7 @@ class RunSettings(Settings):
     rewards: tuple[RewardConfig, ...] = ()
     """Reward functions. The reward is their weighted sum plus the workflow's own reward. Not needed with a teacher
     (on_policy_distill, jsd)."""
-    demonstrations: DemonstrationsConfig | None = Field(default=None, serialization_alias="experts")
+    demonstrations: DemonstrationsConfig | None = None
     """Demonstrations to train on: alone (sft, cpt, dpo) or together with rollouts (mix, mix_chord)."""
     steps: int = Field(default=0, ge=0)
     """Steps: batches that are sampled and trained on; 0: derived from `epochs`. Each is one optimizer step unless

@@ -57,19 +57,14 @@ def _inherited(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, A
     return {name: part for name, part in values.items() if ROLLOUTS not in fields[name].metadata}
 
 
-def _current_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with the former name of `demonstrations` and the other name of `staleness` replaced."""
-    current = {key: value for key, value in values.items() if key not in ("experts", "max_steps_off_policy")}
-    if "max_steps_off_policy" in values:
-        if "staleness" in values:
+def _own_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with the other name of `staleness` replaced."""
+    own = dict(values)
+    if "max_steps_off_policy" in own:
+        if "staleness" in own:
             raise ValueError("staleness and max_steps_off_policy are two names of one key; leave out one of them")
-        current["staleness"] = values["max_steps_off_policy"]
-    if isinstance(older := values.get("experts"), Mapping):
-        newer = current.get("demonstrations")
-        current["demonstrations"] = {**(newer if isinstance(newer, Mapping) else {}), **older}
-    elif older is not None:
-        current["demonstrations"] = older
-    return current
+        own["staleness"] = own.pop("max_steps_off_policy")
+    return own
 
 
 class RunConfig(RunSettings):
@@ -85,7 +80,7 @@ class RunConfig(RunSettings):
     def _apply_plugins(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        current = plugins.apply_plugins(_current_keys(values))
+        current = plugins.apply_plugins(_own_names(values))
         if current.get("staleness") and "algorithm" not in current:
             current["algorithm"] = OFF_POLICY
         return current
@@ -111,7 +106,7 @@ class RunConfig(RunSettings):
 
         The first stage and stages of mode bench ignore `state`. Raises ConfigError that names the stage.
         """
-        stage, own = self.stages[number - 1], _current_keys(self.stages[number - 1].model_extra or {})
+        stage, own = self.stages[number - 1], _own_names(self.stages[number - 1].model_extra or {})
         if fixed := sorted(own.keys() & set(_OF_THE_RUN)):
             raise ConfigError(
                 f"stage {stage.name}: {fixed[0]} cannot differ between stages.",

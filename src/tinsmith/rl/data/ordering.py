@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from pydantic import Field
@@ -23,6 +23,9 @@ Feature = Callable[[str], np.ndarray]
 
 class RowOrder(Protocol):
     """Order of the rows of one source."""
+
+    learns: ClassVar[bool]
+    """Whether the order depends on rewards."""
 
     def pick(self, draw: int, taken: Collection[int]) -> int:
         """Row of draw number `draw`, counted from 0. `taken` holds the rows already in the batch."""
@@ -44,6 +47,8 @@ class RowOrder(Protocol):
 
 class FixedOrder(RowOrder, Protocol):
     """An order that depends on the seed and the number of the draw alone."""
+
+    learns = False
 
     @override
     def update(self, rows: Sequence[int], rates: Sequence[float]) -> None:
@@ -181,6 +186,8 @@ class RandomOrder(FixedOrder):
 
 class DifficultyOrder(RowOrder):
     """Beliefs about the reward of each row, and draws by them."""
+
+    learns = True
 
     def __init__(
         self, config: Difficulty, rows: np.ndarray, model_rates: np.ndarray | None, seed: tuple[int, ...]

@@ -6,6 +6,7 @@ proportion to their sizes, in an order drawn for each epoch; within a source, `o
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -52,6 +53,11 @@ def question_keys(held_out: HeldOutTasks) -> frozenset[QuestionKey]:
 def _task_key(task: Task) -> QuestionKey:
     """Key of the question; of a task whose workflow writes the question, its id."""
     return question_key(task.messages) or (("id", task.id),)
+
+
+def _drawn_key(task: Task) -> str:
+    """Key of a drawn task: rows of one source may share an id."""
+    return f"{task.id} {hashlib.sha256(repr(_task_key(task)).encode()).hexdigest()[:16]}"
 
 
 class TasksConfig(Settings):
@@ -143,7 +149,8 @@ class SourceSampler(TaskSampler):
         self._sources, self._seed = tuple(sources), seed
         self._held_out_keys = question_keys(held_out)
         self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None
-        self._open: dict[str, list[int]] = {}
+        self._drawn: dict[str, list[int]] = {}
+        """Source and row of each task that was drawn of an order that learns, by its key."""
         self.cursor = 0
 
     @property
@@ -170,7 +177,8 @@ class SourceSampler(TaskSampler):
             self.cursor += 1
             if _task_key(task) not in self._held_out_keys:
                 tasks.append(task)
-                self._open[task.id] = [number, row]
+                if source.row_order.learns:
+                    self._drawn[_drawn_key(task)] = [number, row]
                 skipped = 0
             elif (skipped := skipped + 1) > 2 * self.size:
                 raise ConfigError(
@@ -181,22 +189,25 @@ class SourceSampler(TaskSampler):
 
     @override
     def update(self, groups: Sequence[Group]) -> None:
-        for number, source in enumerate(self._sources):
-            scored = [group for group in groups if self._open.get(group.task.id, [-1])[0] == number and group.rewards]
-            rates = [min(1.0, max(0.0, sum(group.rewards) / len(group.rewards))) for group in scored]
-            source.row_order.update([self._open[group.task.id][1] for group in scored], rates)
+        rows = dict[int, list[int]]()
+        rates = dict[int, list[float]]()
         for group in groups:
-            self._open.pop(group.task.id, None)
+            if group.rewards and (place := self._drawn.get(_drawn_key(group.task))):
+                rows.setdefault(place[0], []).append(place[1])
+                mean = sum(group.rewards) / len(group.rewards)
+                rates.setdefault(place[0], []).append(min(1.0, max(0.0, mean)))
+        for number, learned in rows.items():
+            self._sources[number].row_order.update(learned, rates[number])
 
     @property
     @override
     def state(self) -> dict[str, Any]:
-        return {"lanes": [source.row_order.state for source in self._sources], "open": self._open}
+        return {"lanes": [source.row_order.state for source in self._sources], "drawn": self._drawn}
 
     @override
     def restore(self, cursor: int, state: Mapping[str, Any]) -> None:
         self.cursor = cursor
-        self._open = dict(state.get("open", {}))
+        self._drawn = dict(state.get("drawn", {}))
         for source, order_state in zip(self._sources, state.get("lanes", ()), strict=False):
             source.row_order.restore(order_state)
 

@@ -133,6 +133,7 @@ class StopSignal:
             self._terminated = True
             self.request("SIGTERM")
         elif self._begun and not self._interrupted:
+            self._interrupted = True
             self.request(CTRL_C)
             message = f"\nCtrl-C: {self._ending}; Ctrl-C again ends it at once\n"
             os.write(2, message.encode())  # sys.stderr cannot be used while the code that was interrupted uses it
@@ -142,4 +143,3 @@ class StopSignal:
                 self._exit.daemon = True
                 self._exit.start()
             raise Interrupted
-        self._interrupted = True

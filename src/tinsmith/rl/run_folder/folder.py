@@ -184,19 +184,14 @@ def _check_shared_keys(folder: Path, settings: Mapping[str, Any], shared_keys: t
 
 def shared_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The values, by dotted key, that all processes of a run must have in common, wherever they run."""
-    flat = _flatten(_renamed(dict(settings)))
+    flat = _flatten(dict(settings))
     return {key: value for key, value in flat.items() if _under(key, _SHARED_KEYS) and not _under(key, _PLACES)}
 
 
 def _changed(file: Path, settings: Mapping[str, Any]) -> list[str]:
     """Dotted keys whose values differ between `file` and `settings`."""
-    old, new = _flatten(_renamed(OmegaConf.to_container(OmegaConf.load(file)))), _flatten(_renamed(dict(settings)))
+    old, new = _flatten(OmegaConf.to_container(OmegaConf.load(file))), _flatten(dict(settings))
     return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-
-
-def _renamed(settings: Any) -> Any:
-    """`settings` with the former name of `demonstrations` replaced."""
-    return {"demonstrations" if key == "experts" else key: value for key, value in settings.items()}
 
 
 def _under(key: str, keys: tuple[str, ...]) -> bool:

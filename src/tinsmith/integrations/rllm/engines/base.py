@@ -11,6 +11,7 @@ import json
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from pydantic import ValidationError
@@ -32,15 +33,28 @@ NOT_USED = ("application_id", "task", "is_validation")
 """Arguments of get_model_response that identify a request and do not change its reply."""
 
 
+EVALUATING: ContextVar[bool | None] = ContextVar("evaluating", default=None)
+"""The mode of the tasks that are being executed: it replaces `is_validation` of their engine. None: it does not."""
+
+
 class RolloutEngine(ABC):
     """Base class of engines. A subclass implements `get_model_response`."""
 
-    is_validation: bool = False
-    """Whether requests belong to an evaluation; selects the sampling parameters `val` in place of `train`."""
+    _is_validation: bool = False
     weight_version: int = 0
     """Number of updates of the weights."""
     max_prompt_length: int | None = None
     max_response_length: int = 4096
+
+    @property
+    def is_validation(self) -> bool:
+        """Whether requests belong to an evaluation; selects the sampling parameters `val` in place of `train`."""
+        executed = EVALUATING.get()
+        return self._is_validation if executed is None else executed
+
+    @is_validation.setter
+    def is_validation(self, value: bool) -> None:
+        self._is_validation = value
 
     @abstractmethod
     async def get_model_response(self, messages: Messages, **kwargs: Any) -> ModelOutput:
