@@ -147,11 +147,3 @@ def test_state_of_an_older_run_folder_is_read(tmp_path):
     folder.close()
     written = json.loads((tmp_path / "state.json").read_text())
     assert {key: written[key] for key in older} == {**older, "supply": {**older["supply"], "unfinished": []}}
-
-
-def test_older_run_folder_may_name_demonstrations_otherwise(tmp_path):
-    RunFolder.open(tmp_path, {"experts": {"data": {"type": "addition"}}}).close()
-    (tmp_path / "metrics.jsonl").touch()
-    RunFolder.open(tmp_path, {"demonstrations": {"data": {"type": "addition"}}}).close()
-    with pytest.raises(ConfigError, match="different settings"):
-        RunFolder.open(tmp_path, {"demonstrations": {"data": {"type": "largest"}}})
