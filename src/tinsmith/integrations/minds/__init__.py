@@ -1,1 +1,1 @@
-"""minds_RL: its run files, and the environments of introspection (docs/from/minds.md, docs/research/introspection.md)."""
+"""minds_RL: its run files, and the environments of introspection (docs/from/minds.md)."""
