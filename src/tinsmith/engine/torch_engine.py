@@ -31,7 +31,6 @@ from tinsmith.engine.model.memory import HeapTrimmer, free_bytes
 from tinsmith.engine.model_parts import HEAD
 from tinsmith.engine.processes.rpc import SAMPLER_METHODS, EngineClient, Method, bound
 from tinsmith.engine.sample_validation import check_sample
-from tinsmith.engine.sampling import decode_check
 from tinsmith.engine.sampling.sampler import TorchSampler
 from tinsmith.engine.training import activation_checkpointing
 from tinsmith.engine.training.exchange import ALONE, Exchange
@@ -114,8 +113,6 @@ class TorchEngine(EngineClient):
         batch = GeneralBatch(base, head) if isinstance(base, GeneralModel) else None
         cache_tokens = autotune.resolve_cache_tokens(config.cache_tokens, memory)
         self.sampler = TorchSampler(base, head, active, scheduler, tokens, cache_tokens, config.deterministic, batch)
-        if batch is None:
-            decode_check.check(base, self.sampler.batch.kv_cache)
         self._base, self._active, self._exchange = base, active, exchange
         self._scheduler = scheduler
         modules = base.model.modules()
@@ -191,7 +188,7 @@ class TorchEngine(EngineClient):
 
     @override
     async def release_memory(self) -> None:
-        self.sampler.batch.prefix_cache.shrink(0)
+        self.sampler.batch.release_memory()
         self._active.release_memory()
         if self._base.vision is not None:
             self._base.vision.shrink(0)

@@ -21,6 +21,9 @@ from tests.vision import END, START, picture
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.model import flex_attention, loading
+from tinsmith.engine.sampling import sampler
+from tinsmith.engine.sampling.paged.attention import attend_gathered
+from tinsmith.engine.sampling.paged.step import DecodeStep
 from tinsmith.engine.torch_engine import TorchEngine
 
 ADAM = AdamParams(learning_rate=1e-2, eps=1e-6, grad_clip_norm=1.0)
@@ -173,6 +176,28 @@ def prefill_counts(source: Path, conversations: int) -> stand_in.Counts:
         return counts
 
     return asyncio.run(work())
+
+
+def paged_decoding_counts(
+    source: Path, sequences: int, versions: int, **settings: Any
+) -> tuple[stand_in.Counts, stand_in.Counts, int]:
+    """What decoding steps over pages cost, what of it is in the part that becomes a graph, and the number of steps."""
+    within, compute, steps = stand_in.Counts(), DecodeStep._compute, 0
+
+    def counted(*args: Any) -> None:
+        nonlocal steps
+        steps += 1
+        with stand_in.counting() as counts:
+            compute(*args)
+        within.launches += counts.launches
+        within.reads += counts.reads
+        within.uploads += counts.uploads
+
+    with (
+        patch.object(sampler, "page_attention", lambda _: attend_gathered),
+        patch.object(DecodeStep, "_compute", counted),
+    ):
+        return decoding_counts(source, sequences, versions, **settings), within, steps
 
 
 @contextmanager

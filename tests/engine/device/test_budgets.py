@@ -57,3 +57,20 @@ def test_prefill_costs_the_same_for_any_conversations(stand_in: Any, llama: Path
     assert few.launches == many.launches
     assert (few.reads, few.uploads) == (many.reads, many.uploads)
     assert many.reads.total() <= MICRO_BATCH
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["plain", "restricted", "likeliest"])
+def test_step_over_pages_waits_once_and_uploads_before(stand_in: Any, llama: Path, rule: dict[str, Any]):
+    """The part that becomes a graph takes nothing from the host and gives it nothing; the results are one read."""
+    counts, within, _ = stand_in(programs.paged_decoding_counts, llama, 20, 3, steps=STEPS, **rule)
+    assert counts.reads.total() <= STEPS, counts.reads
+    assert (within.reads.total(), within.uploads.total()) == (0, 0), (within.reads, within.uploads)
+    assert counts.uploads.total() <= 2 * STEPS, counts.uploads
+
+
+def test_step_over_pages_is_the_same_for_any_adapters(stand_in: Any, llama: Path):
+    (_, few, steps), (_, many, same) = (
+        stand_in(programs.paged_decoding_counts, llama, 8, versions, steps=STEPS) for versions in (1, 8)
+    )
+    assert steps == same
+    assert few.launches == many.launches

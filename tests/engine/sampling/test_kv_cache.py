@@ -13,7 +13,7 @@ SHAPE = CacheShape(layers=2, heads=2, key_width=4, value_width=4, dtype=torch.fl
 
 
 def insert(cache: KVCache, length: int, value: float, min_capacity: int = 0) -> CacheRow:
-    device = cache._shape.device
+    device = cache.shape.device
     keys = [torch.full((1, 2, length, 4), value + layer, device=device) for layer in range(2)]
     return cache.insert(prefilled([(layer, layer) for layer in keys]), min_capacity or length)
 

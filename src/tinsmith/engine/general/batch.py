@@ -15,9 +15,10 @@ from torch import Tensor
 from tinsmith.engine.general import cache
 from tinsmith.engine.general.cache import CachedRows
 from tinsmith.engine.general.model import GeneralModel, place_rows
+from tinsmith.engine.lora.adapter import adapter_spans
 from tinsmith.engine.lora.lm_head import LMHead
 from tinsmith.engine.sampling import prompt_logprobs
-from tinsmith.engine.sampling.batch import Faults, TokenSampler, adapter_spans, emit, not_finite
+from tinsmith.engine.sampling.batch import Faults, TokenSampler, emit, not_finite
 from tinsmith.engine.sampling.scheduler import JobSize, Load
 from tinsmith.engine.sampling.sequences import SampleJob, Sequence, jobs_of
 from tinsmith.engine.sampling.versions import AdapterVersions
@@ -68,13 +69,17 @@ class GeneralBatch:
         self._merge()
         return []
 
-    def decode(self) -> None:
-        """Sample one more token of every running sequence."""
+    def decode(self) -> list[SampleJob]:
+        """Sample one more token of every running sequence. No job must be prefilled again."""
         for group in list(self._groups):
             hidden = self._step(group)
             spans = adapter_spans([sequence.job.weights for sequence in group.sequences])
             self._fail(self._token_sampler.next_tokens(list(group.sequences), hidden, spans))
             self._emit_and_retire(list(group.sequences))
+        return []
+
+    def release_memory(self) -> None:
+        """Nothing is kept that is not in use."""
 
     def remove(self, jobs: list[SampleJob]) -> None:
         """Remove jobs, as if they had never been in the batch."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Literal
 
 import torch
@@ -211,3 +212,14 @@ def place_adapters(spans: Sequence[AdapterSpan], adapters: Sequence[AdapterWeigh
     """The adapter of each span; spans of the bare base model (None) are left out."""
     placed = [(adapters[span.adapter], span.start, span.stop) for span in spans]
     return [(weights, start, stop) for weights, start, stop in placed if weights is not None]
+
+
+def adapter_spans(weights: Sequence[AdapterWeights | None]) -> list[PlacedAdapter]:
+    """The spans of a batch, one position per entry, that use the same adapter."""
+    spans, start = [], 0
+    for _, same in groupby(weights, key=id):
+        members = list(same)
+        if members[0] is not None:
+            spans.append((members[0], start, start + len(members)))
+        start += len(members)
+    return spans

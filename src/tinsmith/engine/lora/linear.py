@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from typing_extensions import override
 from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.lora import experts, grouped_adapters, targets
 from tinsmith.engine.lora.adapter import AdapterLayout, AdapterSite, AdapterWeights, PlacedAdapter
-from tinsmith.engine.lora.grouped_adapters import GroupedAdapters, Stacks
+from tinsmith.engine.lora.grouped_adapters import Stacks
 from tinsmith.engine.lora.matmul import FrozenLinear
 from tinsmith.engine.lora.quantized_linear import DecodedLinear, QuantizedLinear, frozen_linear
 from tinsmith.engine.model.base_model import BaseModel
@@ -62,6 +62,15 @@ class ActiveAdapters:
     def using(self, placed: Sequence[PlacedAdapter]) -> Iterator[None]:
         """Serve these adapters within the context, for forward and backward."""
         self.resume(placed)
+        try:
+            yield
+        finally:
+            self.resume(())
+
+    @contextmanager
+    def serving(self, groups: AdapterGroups) -> Iterator[None]:
+        """Serve the adapters of these groups within the context."""
+        self.groups = groups
         try:
             yield
         finally:
@@ -388,7 +397,27 @@ class Padding:
     """int64 [P]: the packed positions."""
 
 
-AdapterGroups = Sequence[AdapterSlice | AdapterBatch | GroupedAdapters]
+class AdapterGroup(Protocol):
+    """Some of a pass's adapters, computed together."""
+
+    @property
+    def has_gradients(self) -> bool: ...
+
+    def has(self, name: str) -> bool: ...
+
+    def forward(self, inputs: Tensor, outputs: Sequence[Tensor], names: Sequence[str]) -> Tensor: ...
+
+    def backward(
+        self,
+        input_grad: Tensor,
+        grads: Sequence[Tensor],
+        names: Sequence[str],
+        inputs: Tensor | None,
+        narrow: Tensor | None,
+    ) -> None: ...
+
+
+AdapterGroups = Sequence[AdapterGroup]
 
 
 def group_adapters(placed: Sequence[PlacedAdapter]) -> list[AdapterSlice | AdapterBatch]:

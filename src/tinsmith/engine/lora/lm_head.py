@@ -11,7 +11,7 @@ own, so that the others cost nothing in the backward. Entropies of the whole sof
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,16 +78,23 @@ class LMHead:
 
     def logits(self, hidden: Tensor, weights: AdapterWeights | None) -> Tensor:
         """[R, D] -> float32 [R, V], under one adapter or none."""
-        return self._logits(hidden, [] if weights is None else [(weights, 0, len(hidden))])
+        return self.logits_under(hidden, [] if weights is None else [(weights, 0, len(hidden))])
 
     def blocks(self, hidden: Tensor, placed: Sequence[PlacedAdapter]) -> Iterator[LogitsBlock]:
         """The logits of every position of `hidden` [T, D], in blocks, in order."""
         for first in range(0, len(hidden), self.block_rows):
             rows = hidden[first : first + self.block_rows]
             adapters = tuple(_within(placed, first, first + len(rows)))
-            yield LogitsBlock(first, self._logits(rows, adapters), adapters)
+            yield LogitsBlock(first, self.logits_under(rows, adapters), adapters)
 
-    def _logits(self, hidden: Tensor, placed: Sequence[PlacedAdapter]) -> Tensor:
+    def logits_with(self, hidden: Tensor, add: Callable[[Tensor, Tensor], None]) -> Tensor:
+        """[R, D] -> float32 [R, V]; `add(hidden, products)` adds what adapters contribute to the products."""
+        products = self._products(hidden)
+        add(hidden, products)
+        return self._rule.apply(products)
+
+    def logits_under(self, hidden: Tensor, placed: Sequence[PlacedAdapter]) -> Tensor:
+        """[R, D] -> float32 [R, V], under the adapters of spans of rows."""
         logits = self._products(hidden)
         for weights, start, stop in placed:
             if HEAD in weights.pairs:
@@ -121,7 +128,7 @@ class LMHead:
         entropy = torch.zeros(len(hidden), device=hidden.device) if entropies else None
         saved: list[SavedProbs] = []
         for block in plan_blocks(len(hidden), placed, targets, grad_mask, self.block_rows, hidden.device):
-            logits = self._logits(hidden[block.positions], block.placed)
+            logits = self.logits_under(hidden[block.positions], block.placed)
             picked = logits[block.rows, block.ids]
             rule_grad = self._rule.gradient(logits, hidden.dtype) if block.has_grad else None
             softmax = self._softmax(logits, entropies=entropies, probs=hidden.dtype if block.has_grad else None)

@@ -1,7 +1,8 @@
 """The running batch: prefill of admitted jobs, and decoding of the running sequences.
 
 A prefill is one packed pass over the uncached tokens of several prompts; the first token of each sequence comes from
-it. A decoding step feeds the last token of every running sequence, whatever its adapter, and samples the next one.
+it. A decoding step feeds the last token of every running sequence, whatever its adapter, and samples the next one; over
+banks (`decode`) at once, over pages (`paged.decoder`) while the results of the step before are read.
 Finished sequences leave at once, and their tokens go to the prefix cache.
 """
 
@@ -10,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -18,22 +18,25 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.lora import adapter, linear
-from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
+from tinsmith.engine.lora.adapter import PlacedAdapter, adapter_spans
 from tinsmith.engine.lora.lm_head import LMHead
 from tinsmith.engine.model import packing
 from tinsmith.engine.model.base_model import BaseModel
-from tinsmith.engine.model.hybrid.states import HybridContext, RecurrentShape, RecurrentState
+from tinsmith.engine.model.hybrid.states import RecurrentState
 from tinsmith.engine.sampling import prompt_logprobs
-from tinsmith.engine.sampling.decode import DecodeAttention
+from tinsmith.engine.sampling.decode import DecodeAttention, step_context
 from tinsmith.engine.sampling.device_sampling import sample_on_device
-from tinsmith.engine.sampling.kv_cache import CacheRow, KVCache, cache_shape, state_bank
+from tinsmith.engine.sampling.kv_cache import CacheRow, KVCache, RowCache, cache_shape, state_bank
+from tinsmith.engine.sampling.paged.attention import AttendPages
+from tinsmith.engine.sampling.paged.choice import step_capture
+from tinsmith.engine.sampling.paged.decoder import DecodedTokens, PagedDecoder
+from tinsmith.engine.sampling.paged.pages import CacheFull, PagedCache, PagedRow
 from tinsmith.engine.sampling.prefill import PrefilledPrompt, Prompt, prefill_pass
 from tinsmith.engine.sampling.prefixes.cache import KVReader, PrefixCache, PrefixMatch
 from tinsmith.engine.sampling.row_renewal import RowRenewal
 from tinsmith.engine.sampling.scheduler import JobSize, Load, Scheduler
 from tinsmith.engine.sampling.sequences import PromptKey, SampleJob, Sequence, completes_stop_string, jobs_of
-from tinsmith.engine.sampling.state_bank import DecodeStates, StateBank
-from tinsmith.engine.sampling.token_sampling import sample_tokens
+from tinsmith.engine.sampling.token_sampling import SampledTokens, sample_tokens
 from tinsmith.engine.sampling.versions import AdapterVersions
 from tinsmith.errors import BadRequest, EngineError, TinsmithError
 
@@ -56,6 +59,21 @@ class TokenSampler:
             faults |= self._sample([job.sequences for job in block_jobs], block.logits)
         return faults
 
+    def append(self, sequences: list[Sequence], sampled: SampledTokens) -> Faults:
+        """Append a sampled token to each sequence."""
+        draws = zip(sequences, sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.top_logprobs, strict=True)
+        faults: Faults = {}
+        for sequence, token, logprob, top in draws:
+            try:
+                if not math.isfinite(logprob):
+                    raise not_finite(sequence.job)
+                if top is not None:
+                    sequence.top_logprobs.append(top)
+                sequence.append(token, logprob, self._completes_stop(sequence, token))
+            except Exception as error:  # noqa: BLE001 - the fault of one job must not end the others
+                faults[sequence.job] = error
+        return faults
+
     def next_tokens(self, sequences: list[Sequence], hidden: Tensor, spans: list[PlacedAdapter]) -> Faults:
         """Append one token to each sequence; `hidden` [B, D] are their hidden states."""
         faults: Faults = {}
@@ -74,18 +92,7 @@ class TokenSampler:
             [sequence.uniforms.random() for sequence in sequences],
             [row for row, group in enumerate(groups) for _ in group],
         )
-        draws = zip(sequences, sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.top_logprobs, strict=True)
-        faults: Faults = {}
-        for sequence, token, logprob, top in draws:
-            try:
-                if not math.isfinite(logprob):
-                    raise not_finite(sequence.job)
-                if top is not None:
-                    sequence.top_logprobs.append(top)
-                sequence.append(token, logprob, self._completes_stop(sequence, token))
-            except Exception as error:  # noqa: BLE001 - the fault of one job must not end the others
-                faults[sequence.job] = error
-        return faults
+        return self.append(sequences, sampled)
 
     def _completes_stop(self, sequence: Sequence, token: int) -> bool:
         request = sequence.job.request
@@ -102,25 +109,31 @@ def not_finite(job: SampleJob) -> TinsmithError:
     )
 
 
-def adapter_spans(weights: list[AdapterWeights | None]) -> list[PlacedAdapter]:
-    """The spans of a batch, one position per entry, that use the same adapter."""
-    spans, start = [], 0
-    for _, same in groupby(weights, key=id):
-        members = list(same)
-        if members[0] is not None:
-            spans.append((members[0], start, start + len(members)))
-        start += len(members)
-    return spans
-
-
 class RunningBatch:
     """Running sequences with their KV cache, and the prefix cache of those that have ended."""
 
-    def __init__(self, base: BaseModel, head: LMHead, active: linear.ActiveAdapters, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        head: LMHead,
+        active: linear.ActiveAdapters,
+        scheduler: Scheduler,
+        attend_pages: AttendPages | None = None,
+    ) -> None:
+        """With `attend_pages` the rows are in pages, otherwise in banks; as `scheduler.has_pages` says."""
         self._base, self._head, self._active, self._scheduler = base, head, active, scheduler
         self._token_sampler = TokenSampler(head, base.tokenizer)
         states = state_bank(base, scheduler.cache_tokens)
-        self.kv_cache = KVCache(cache_shape(base), scheduler.cache_tokens, states)
+        shape = cache_shape(base)
+        self.kv_cache: RowCache = KVCache(shape, scheduler.cache_tokens, states)
+        self._decoder: PagedDecoder | None = None
+        if attend_pages is not None:
+            pages = PagedCache(shape, scheduler.row_tokens)
+            self.kv_cache = pages
+            capture = None if scheduler.one_at_a_time else step_capture(base)
+            self._decoder = PagedDecoder(
+                base, head, active, pages, attend_pages, capture, has_slots=not scheduler.one_at_a_time
+            )
         self.state_tokens = states.row_tokens if states else 0
         """Cache tokens that the recurrent states of a sequence are worth."""
         self.prefix_cache = PrefixCache(self.state_tokens)
@@ -165,15 +178,63 @@ class RunningBatch:
             self._emit_and_retire([sequence for job in started for sequence in job.sequences])
         return [job for job in jobs if job not in prompts]
 
-    def decode(self) -> None:
-        """Sample one more token of every running sequence."""
+    def decode(self) -> list[SampleJob]:
+        """Sample one more token of every running sequence. Returns the jobs that left for want of pages: they are as
+        before their prefill."""
+        if self._decoder is not None:
+            return self._decode_pages(self._decoder)
+        self._decode_banks()
+        return []
+
+    def _decode_pages(self, decoder: PagedDecoder) -> list[SampleJob]:
+        """Launch a step of the sequences that go on, and take the tokens of the step before."""
+        in_flight = decoder.in_flight()
+        running = [sequence for sequence in self.sequences if sequence.remaining > (sequence in in_flight)]
+        if any(sequence.outgrows_factors for sequence in running):
+            self._take(decoder, decoder.finish())
+            running = list(self.sequences)
+            self._row_renewal.renew([sequence for sequence in running if sequence.outgrows_factors])
+        running, removed = self._with_space(running)
+        self._shrink_prefix_cache()
+        self._take(decoder, decoder.next(running))
+        return removed
+
+    def _with_space(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[SampleJob]]:
+        """The sequences, each with a page for its next token, without those of the jobs that came last and had to be
+        removed for it."""
+        removed: list[SampleJob] = []
+        assert isinstance(self.kv_cache, PagedCache)
+        while True:
+            alone = len(jobs_of(self.sequences)) < 2
+            try:
+                for row in (sequence.row for sequence in sequences):
+                    assert isinstance(row, PagedRow)
+                    self.kv_cache.ensure_space(row, may_exceed=alone)
+            except CacheFull:
+                removed.insert(0, self.sequences[-1].job)
+                self.remove(removed[:1])
+                sequences = [sequence for sequence in sequences if sequence.job is not removed[0]]
+            else:
+                return sequences, removed
+
+    def _take(self, decoder: PagedDecoder, decoded: DecodedTokens | None) -> None:
+        """Append the tokens of a step, and cut those of the next step after sequences that have ended."""
+        if decoded is not None:
+            self._fail(self._token_sampler.append(decoded.sequences, decoded.sampled))
+            in_flight = decoder.in_flight()
+            for sequence in decoded.sequences:
+                if sequence.stop_reason is not None and sequence.row is not None and sequence in in_flight:
+                    sequence.row.length -= 1
+            self._emit_and_retire(decoded.sequences)
+
+    def _decode_banks(self) -> None:
         self._row_renewal.renew([sequence for sequence in self.sequences if sequence.outgrows_factors])
         for sequence in reversed(self.sequences):  # the last rows of a bank first, so that no other row must move
             assert sequence.row is not None
             sequence.row = self.kv_cache.ensure_space(sequence.row, sequence.remaining)
         self.sequences.sort(key=_batch_order)
         sequences = list(self.sequences)
-        rows = [sequence.row for sequence in sequences if sequence.row is not None]
+        rows = [sequence.row for sequence in sequences if isinstance(sequence.row, CacheRow)]
         self._shrink_prefix_cache()
         spans = adapter_spans([sequence.job.weights for sequence in sequences])
         attention = DecodeAttention(rows)
@@ -192,6 +253,13 @@ class RunningBatch:
         attention.advance()
         self._fail(self._token_sampler.next_tokens(sequences, hidden, spans))
         self._emit_and_retire(sequences)
+
+    def release_memory(self) -> None:
+        """Drop what can be computed again."""
+        self.prefix_cache.shrink(0)
+        if self._decoder is not None and isinstance(self.kv_cache, PagedCache):
+            self._decoder.release_memory()
+            self.kv_cache.release_memory()
 
     def remove(self, jobs: list[SampleJob]) -> None:
         """Remove jobs, as if they had never been in the batch."""
@@ -276,30 +344,34 @@ class RunningBatch:
     def _allocate_rows(
         self, jobs: list[SampleJob], prompts: list[PrefilledPrompt], groups: list[list[Sequence]]
     ) -> None:
+        cache: Any = self.kv_cache
         readers = Counter(sequence.job.prompt_key for sequences in groups for sequence in sequences)
         arriving = Counter(sequence.job.cache_reserve for sequences in groups for sequence in sequences)
         shared: dict[PromptKey, CacheRow] = {}
+        in_pages: dict[PromptKey, PagedRow] = {}
         try:
             for job, prompt, sequences in zip(jobs, prompts, groups, strict=True):
                 key = job.prompt_key
                 shares = self._scheduler.shares_prompt(prompt.length, readers[key])
                 if sequences and shares and key not in shared:
-                    shared[key] = self.kv_cache.insert_shared_prefix(prompt, readers[key])
+                    shared[key] = cache.insert_shared_prefix(prompt, readers[key])
                 for sequence in sequences:
-                    first = sequences[0].row
+                    first = sequences[0].row or in_pages.get(key)
                     if shares:
-                        sequence.row = self.kv_cache.insert_after(shared[key], job.cache_reserve_after_prefix)
+                        sequence.row = cache.insert_after(shared[key], job.cache_reserve_after_prefix)
                     elif first:
-                        sequence.row = self.kv_cache.copy(first)
+                        sequence.row = cache.copy(first)
                     else:
-                        sequence.row = self.kv_cache.insert(prompt, job.cache_reserve, arriving[job.cache_reserve])
-                    self.kv_cache.start_state(sequence.row, prompt.state)
+                        sequence.row = cache.insert(prompt, job.cache_reserve, arriving[job.cache_reserve])
+                    if isinstance(sequence.row, PagedRow):
+                        in_pages[key] = sequence.row
+                    cache.start_state(sequence.row, prompt.state)
                 whole = self.prefix_cache.match_prompt(job.scope, job.prompt_ids)
                 self.prefix_cache.evict_first(whole or PrefixMatch())
         finally:
             for row in shared.values():
                 if not row.readers:  # an error came before the first reader, and only the last reader frees the row
-                    self.kv_cache.remove(row)
+                    cache.remove(row)
 
     def _emit_and_retire(self, sequences: list[Sequence]) -> None:
         """Emit new tokens, retire finished sequences, and finish the jobs whose last sequence has ended.
@@ -355,21 +427,12 @@ class RunningBatch:
         With one job at a time nothing stays: a prompt that is partly cached is computed in other shapes.
         """
         alone = self._scheduler.one_at_a_time
-        self.prefix_cache.shrink(0 if alone else self._scheduler.cache_tokens - self.kv_cache.tokens)
+        self.prefix_cache.shrink(0 if alone else self._scheduler.cache_tokens - self.kv_cache.allocated_tokens)
 
 
 def _kind(job: SampleJob) -> tuple[int, bool]:
     """Jobs of one kind share the positions of a prefill."""
     return id(job.weights), job.request.routed_experts
-
-
-def step_context(
-    attention: DecodeAttention, shape: RecurrentShape | None, states: StateBank | None
-) -> DecodeAttention | HybridContext:
-    """The context of a decoding step, with the states of its rows if the model has recurrent layers."""
-    if shape is None or states is None:
-        return attention
-    return HybridContext(shape, attention, DecodeStates(states, [row.state for row in attention.rows if row.state]))
 
 
 def emit(sequences: list[Sequence]) -> Faults:
@@ -385,5 +448,5 @@ def emit(sequences: list[Sequence]) -> Faults:
 
 def _batch_order(sequence: Sequence) -> tuple[int, int, int]:
     """Sequences of an adapter side by side, and the rows of a bank in their order there."""
-    assert sequence.row is not None
+    assert isinstance(sequence.row, CacheRow)
     return id(sequence.job.weights), id(sequence.row.bank), sequence.row.index

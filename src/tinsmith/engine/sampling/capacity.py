@@ -13,6 +13,8 @@ MOVE_COST = 40
 """Moving a row to a larger one costs, for each of its tokens, as much as attending over this many unused tokens."""
 MIN_SHARED_SEQUENCES, MIN_SHARED_TOKENS = 3, 1024
 """Sequences with one prompt, and copies of prompt tokens between them, from which a shared prompt row pays off."""
+PAGE_TOKENS = 64
+"""Tokens of a page of the KV cache on a GPU (`paged`)."""
 MAX_SEQUENCES = 256
 """Sequences in one decoding step; more wait."""
 
@@ -42,6 +44,13 @@ def shares_prompt(length: int, sequences: int) -> bool:
     """Whether sequences read a prompt of `length` tokens from a shared row on a CPU. On a GPU they never do: there a
     call costs more than reading the copies."""
     return sequences >= MIN_SHARED_SEQUENCES and length * sequences >= MIN_SHARED_TOKENS
+
+
+def paged_tokens(length: int, sequences: int, max_tokens: int) -> int:
+    """Cache tokens that sequences reserve in pages: full pages of their prompt are shared, the rest is their own."""
+    shared = length // PAGE_TOKENS * PAGE_TOKENS
+    own = -(-(length - shared + headroom(length, max_tokens)) // PAGE_TOKENS) * PAGE_TOKENS
+    return shared + sequences * own
 
 
 def reserved_tokens(length: int, sequences: int, max_tokens: int, *, shared: bool, state_tokens: int = 0) -> int:

@@ -22,7 +22,9 @@ from tinsmith.engine.model.attention_kernels import (
     softmax_with_sinks,
 )
 from tinsmith.engine.model.attention_rule import AttentionRule
+from tinsmith.engine.model.hybrid.states import HybridContext, RecurrentShape
 from tinsmith.engine.sampling.kv_cache import Bank, CacheRow
+from tinsmith.engine.sampling.state_bank import DecodeStates, StateBank
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,15 @@ class DecodeAttention:
         """Count the new token of every row, once the pass is done."""
         for row in self.rows:
             row.length += 1
+
+
+def step_context(
+    attention: DecodeAttention, shape: RecurrentShape | None, states: StateBank | None
+) -> DecodeAttention | HybridContext:
+    """The context of a decoding step, with the states of its rows if the model has recurrent layers."""
+    if shape is None or states is None:
+        return attention
+    return HybridContext(shape, attention, DecodeStates(states, [row.state for row in attention.rows if row.state]))
 
 
 def _bank_steps(rows: Sequence[CacheRow]) -> Iterator[_BankStep]:

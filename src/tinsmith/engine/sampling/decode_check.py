@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,9 +14,9 @@ from torch import Tensor
 from tinsmith.engine.model import packing
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.self_check import probe_tree
-from tinsmith.engine.sampling.batch import step_context
-from tinsmith.engine.sampling.decode import DecodeAttention
-from tinsmith.engine.sampling.kv_cache import CacheRow, KVCache
+from tinsmith.engine.sampling.decode import DecodeAttention, step_context
+from tinsmith.engine.sampling.kv_cache import RowCache
+from tinsmith.engine.sampling.paged.attention import AttendPages, PagedAttention
 from tinsmith.engine.sampling.prefill import PrefilledPrompt, Prompt, prefill_pass
 from tinsmith.engine.sampling.prefixes.cache import PrefixMatch
 from tinsmith.errors import Unsupported
@@ -24,12 +26,15 @@ STEPS = 2
 
 
 @torch.no_grad()
-def check(base: BaseModel, kv_cache: KVCache) -> None:
-    """Decode the last tokens of two rows with a common prefix in an empty cache. Raises Unsupported if they differ."""
+def check(base: BaseModel, kv_cache: RowCache, attend_pages: AttendPages | None = None) -> None:
+    """Decode the last tokens of two rows with a common prefix in an empty cache. Raises Unsupported if they differ.
+
+    `attend_pages` is for a cache of pages.
+    """
     tree = probe_tree(base)
     rows = [torch.as_tensor(tree.tokens[path], device=base.device) for _, path in sorted(tree.index.items())]
     try:
-        actual, expected = (hidden.float() for hidden in _decoded(base, kv_cache, rows))
+        actual, expected = (hidden.float() for hidden in _decoded(base, kv_cache, rows, attend_pages))
     except Exception as error:
         raise _refusal(base, f"{type(error).__name__}: {error}") from error
     difference = float((actual - expected).abs().mean() / expected.std().clamp(min=1e-6))
@@ -38,14 +43,20 @@ def check(base: BaseModel, kv_cache: KVCache) -> None:
         raise _refusal(base, f"its hidden states differ by {difference:.2g} standard deviations")
 
 
-def _decoded(base: BaseModel, kv_cache: KVCache, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _decoded(
+    base: BaseModel, kv_cache: Any, rows: list[Tensor], attend_pages: AttendPages | None
+) -> tuple[Tensor, Tensor]:
     """Hidden states [rows, STEPS, D] of the last tokens of each row: decoded, and as a prefill of the whole rows
     computes them. Leaves the cache empty."""
     cached, expected = _prefilled(base, kv_cache, rows)
     steps = []
     try:
         for step in range(-STEPS, 0):
-            attention = DecodeAttention(cached)
+            attention: Any = (
+                DecodeAttention(cached)
+                if attend_pages is None
+                else PagedAttention.of_rows(kv_cache, attend_pages, cached)
+            )
             hidden = base.hidden(
                 torch.stack([row[step] for row in rows]),
                 torch.tensor([row.position for row in cached], device=base.device),
@@ -59,7 +70,7 @@ def _decoded(base: BaseModel, kv_cache: KVCache, rows: list[Tensor]) -> tuple[Te
     return torch.stack(steps, 1), expected
 
 
-def _prefilled(base: BaseModel, kv_cache: KVCache, rows: list[Tensor]) -> tuple[list[CacheRow], Tensor]:
+def _prefilled(base: BaseModel, kv_cache: Any, rows: list[Tensor]) -> tuple[list[Any], Tensor]:
     """A cache row for each row, without the tokens to decode, and the hidden states of these; all from one pass."""
     prompts = [
         Prompt(

@@ -15,6 +15,7 @@ Attention over the rows is in `decode`; keys and values of ended sequences are i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -106,6 +107,11 @@ class CacheRow:
     """The sequence's states, in a model with recurrent layers."""
 
     @property
+    def capacity(self) -> int:
+        """Tokens for which the row has space."""
+        return self.bank.capacity
+
+    @property
     def position(self) -> int:
         """Position of the sequence's next token."""
         return (self.shared_prefix.length if self.shared_prefix else 0) + self.length
@@ -189,17 +195,51 @@ class Bank:
             tensor[:, index, :, start:stop] = 0
 
 
+class RowCache(Protocol):
+    """The rows of running sequences, in banks or in pages; a row is one of its own."""
+
+    @property
+    def states(self) -> StateBank | None: ...
+
+    @property
+    def tokens(self) -> int:
+        """What the rows take."""
+        ...
+
+    @property
+    def allocated_tokens(self) -> int:
+        """What there is memory for."""
+        ...
+
+    def insert(self, prompt: PrefilledPrompt, min_capacity: int, arriving: int = 1) -> Any: ...
+
+    def copy(self, source: Any) -> Any: ...
+
+    def ensure_space(self, row: Any, remaining: int = 1) -> Any: ...
+
+    def start_state(self, row: Any, state: RecurrentState | None) -> None: ...
+
+    def state_of(self, row: Any) -> RecurrentState | None: ...
+
+    def remove(self, row: Any) -> None: ...
+
+
 class KVCache:
     """All banks. `tokens` is the capacity of their rows; `expected_tokens` what they will grow to in all."""
 
     def __init__(self, shape: CacheShape, expected_tokens: int = 0, states: StateBank | None = None) -> None:
-        self._shape, self._expected_tokens, self.states = shape, expected_tokens, states
+        self.shape, self._expected_tokens, self.states = shape, expected_tokens, states
         self._banks: list[Bank] = []
 
     @property
     def tokens(self) -> int:
         states = len(self.states.rows) * self.states.row_tokens if self.states else 0
         return states + sum(bank.capacity * len(bank.rows) for bank in self._banks)
+
+    @property
+    def allocated_tokens(self) -> int:
+        """Tokens that there is memory for, on a CPU only where they are written."""
+        return self.tokens
 
     def insert(self, prompt: PrefilledPrompt, min_capacity: int, arriving: int = 1) -> CacheRow:
         """A row with a prompt's keys and values. `arriving`: rows of this capacity that are being inserted now."""
@@ -265,14 +305,14 @@ class KVCache:
         same = [bank for bank in self._banks if bank.kind == kind]
         bank = next((bank for bank in same if not bank.full), None)
         if bank is None:
-            bank = Bank(self._shape, kind, self._bank_rows(kind, max(arriving, sum(len(bank.rows) for bank in same))))
+            bank = Bank(self.shape, kind, self._bank_rows(kind, max(arriving, sum(len(bank.rows) for bank in same))))
             self._banks.append(bank)
         return bank.add(length)
 
     def _bank_rows(self, kind: RowKind, wanted: int) -> int:
         """Number of rows of a new bank: on a CPU, where unwritten memory is free, as many as are expected; elsewhere as
         many as arrive or exist already, which keeps banks few and their memory close to that of their rows."""
-        if self._shape.device.type == "cpu":
+        if self.shape.device.type == "cpu":
             return max(1, max(BANK_TOKENS, self._expected_tokens // 2) // kind.capacity)
         return max(1, min(wanted, BANK_TOKENS // kind.capacity))
 

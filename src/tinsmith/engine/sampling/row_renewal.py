@@ -17,7 +17,7 @@ import numpy as np
 from tinsmith.engine.lora import adapter, linear
 from tinsmith.engine.model import packing
 from tinsmith.engine.model.base_model import BaseModel
-from tinsmith.engine.sampling.kv_cache import CacheRow, KVCache
+from tinsmith.engine.sampling.kv_cache import CacheRow, KVCache, RowCache
 from tinsmith.engine.sampling.prefill import PrefilledPrompt, Prompt, prefill_pass
 from tinsmith.engine.sampling.prefixes.cache import PrefixCache
 from tinsmith.engine.sampling.sequences import SampleJob
@@ -30,7 +30,7 @@ class RowRenewal:
 
     base: BaseModel
     active: linear.ActiveAdapters
-    kv_cache: KVCache
+    kv_cache: RowCache
     prefix_cache: PrefixCache
     pass_tokens: int
 
@@ -51,7 +51,8 @@ class RowRenewal:
                     self._replace_row(sample, prompt, shared, len(group))
         finally:
             for row in shared.values():
-                if not row.readers:  # an error came before its first reader, and only the last reader frees it
+                # If an error came before its first reader: only the last reader frees it.
+                if not row.readers and isinstance(self.kv_cache, KVCache):
                     self.kv_cache.remove(row)
 
     def _passes(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
@@ -98,15 +99,15 @@ class RowRenewal:
 
     def _replace_row(self, sample: Sample, prompt: PrefilledPrompt, shared: dict[int, CacheRow], arriving: int) -> None:
         """Move a sequence to a new row. `shared`: the new rows of shared prefixes by the identity of the old ones."""
-        old = sample.row
+        old, cache = sample.row, self.kv_cache
         assert old is not None
-        if old.shared_prefix is None:
-            row = self.kv_cache.insert(prompt, old.bank.capacity, arriving)
+        if not isinstance(old, CacheRow) or not isinstance(cache, KVCache) or old.shared_prefix is None:
+            row = cache.insert(prompt, old.capacity, arriving)
         else:
             prefix = old.shared_prefix
             if id(prefix) not in shared:
-                shared[id(prefix)] = self.kv_cache.insert_shared_prefix(prompt.head(prefix.length), prefix.readers)
-            row = self.kv_cache.insert_after(shared[id(prefix)], old.bank.capacity, prompt)
+                shared[id(prefix)] = cache.insert_shared_prefix(prompt.head(prefix.length), prefix.readers)
+            row = cache.insert_after(shared[id(prefix)], old.capacity, prompt)
         self.kv_cache.remove(old)
         self.kv_cache.start_state(row, prompt.state)
         sample.row = row

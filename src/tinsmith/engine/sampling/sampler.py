@@ -18,7 +18,9 @@ from tinsmith.engine.device_sharing import DeviceScheduler
 from tinsmith.engine.lora import linear
 from tinsmith.engine.lora.lm_head import LMHead
 from tinsmith.engine.model.base_model import BaseModel
+from tinsmith.engine.sampling import decode_check
 from tinsmith.engine.sampling.batch import RunningBatch
+from tinsmith.engine.sampling.paged.choice import page_attention
 from tinsmith.engine.sampling.scheduler import Scheduler
 from tinsmith.engine.sampling.sequences import SampleJob, jobs_of
 from tinsmith.engine.sampling.versions import AdapterVersions
@@ -41,13 +43,17 @@ class TorchSampler:
     ) -> None:
         """`batch` replaces the RunningBatch, for base models that it does not compute."""
         self._card, self._device = base.card, device
+        attend_pages = None if batch else page_attention(base)
         self._scheduler = Scheduler(
             pass_tokens=pass_tokens,
             cache_tokens=cache_tokens,
             may_share_prompts=base.device.type == "cpu",
+            has_pages=attend_pages is not None,
             one_at_a_time=deterministic,
         )
-        self.batch: RunningBatch = batch or RunningBatch(base, head, active, self._scheduler)
+        self.batch: RunningBatch = batch or RunningBatch(base, head, active, self._scheduler, attend_pages)
+        if batch is None and attend_pages is None:  # pages are checked where they are chosen
+            decode_check.check(base, self.batch.kv_cache)
         self._waiting: list[SampleJob] = []
         self._loop: asyncio.Task[None] | None = None
 
@@ -92,7 +98,7 @@ class TorchSampler:
             self._prefill(self._schedule())
         with self._failing(lambda: jobs_of(self.batch.sequences)):
             if self.batch.sequences:
-                self.batch.decode()
+                self._waiting = [*self.batch.decode(), *self._waiting]
 
     def _schedule(self) -> list[SampleJob]:
         """Take the jobs that are admitted now out of the queue."""

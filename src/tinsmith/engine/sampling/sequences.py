@@ -16,6 +16,7 @@ from tinsmith.engine.lora.adapter import AdapterWeights
 from tinsmith.engine.sampling import token_sampling
 from tinsmith.engine.sampling.capacity import headroom, row_capacity
 from tinsmith.engine.sampling.kv_cache import CacheRow
+from tinsmith.engine.sampling.paged.pages import PagedRow
 from tinsmith.engine.sampling.prefixes.cache import PrefixScope
 from tinsmith.engine.sampling.prompt_logprobs import PromptResults
 from tinsmith.engine.sampling.token_sampling import SamplingRule
@@ -33,7 +34,7 @@ class Sequence:
     seed: int
     number: int
     """Index of the sample in its request."""
-    row: CacheRow | None = None
+    row: CacheRow | PagedRow | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopK] = field(default_factory=list)

@@ -1,0 +1,177 @@
+"""Adapters of a decoding step in slots: their matrices side by side in tensors of fixed addresses.
+
+A step multiplies by the matrices of all slots at once and keeps, for each row, the part of its own slot. So the
+operators are the same for 1 and 8 adapters and for any order of rows; where as many adapters run as there are slots,
+nothing is read that is not needed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair
+from tinsmith.engine.model_parts import HEAD
+
+SLOT_BYTES = 2**31
+"""Most memory of the slots. Versions that need more are served as in a prefill (`linear.ActiveAdapters`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackedPair:
+    """The matrices of all slots at one site."""
+
+    a: Tensor
+    """[slots * rank, in]."""
+    b: Tensor
+    """[out, slots * rank]."""
+
+    def at(self, slot: int, rank: int) -> LoraPair:
+        """The part of a slot."""
+        columns = slice(slot * rank, (slot + 1) * rank)
+        return LoraPair(self.a[columns], self.b[:, columns])
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRows:
+    """The slots as a step's projections read them; an entry of `ActiveAdapters.groups`."""
+
+    stacks: dict[str, StackedPair]
+    own: Tensor
+    """bool [B, slots * rank]: the columns of each row's slot."""
+    scales: Tensor
+    """float32 [B, 1]."""
+
+    @property
+    def has_gradients(self) -> bool:
+        return False
+
+    def has(self, name: str) -> bool:
+        """Whether some adapter covers the projection."""
+        return name in self.stacks
+
+    def forward(self, inputs: Tensor, outputs: Sequence[Tensor], names: Sequence[str]) -> Tensor:
+        """Add s B A x to the outputs [B, out]; returns s A x of the last projection."""
+        narrow = inputs
+        for name, output in zip(names, outputs, strict=True):
+            narrow = self._narrow(inputs, self.stacks[name].a)
+            output.addmm_(narrow, self.stacks[name].b.T)
+        return narrow
+
+    def backward(
+        self,
+        input_grad: Tensor,
+        grads: Sequence[Tensor],
+        names: Sequence[str],
+        inputs: Tensor | None,
+        narrow: Tensor | None,
+    ) -> None:
+        """Steps have no backward."""
+        raise NotImplementedError
+
+    def add_to_logits(self, hidden: Tensor, logits: Tensor) -> None:
+        """Add the contribution of the output head's adapters, in float32."""
+        if HEAD in self.stacks:
+            logits.addmm_(self._narrow(hidden.float(), self.stacks[HEAD].a), self.stacks[HEAD].b.T)
+
+    def _narrow(self, inputs: Tensor, a: Tensor) -> Tensor:
+        """s A x of each row's own slot; 0 elsewhere, whatever another adapter makes of the row."""
+        return torch.where(self.own, inputs @ a.T, 0.0).mul_(self.scales)
+
+
+class AdapterSlots:
+    """The slots, and which adapter is in each."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self.generation = 0
+        """Grows when the tensors get other addresses."""
+        self._members: list[weakref.ref[AdapterWeights] | None] = []
+        self._rank = 0
+        self._stacks: dict[str, StackedPair] = {}
+        self._scales = torch.zeros(0, device=device)
+        self._suitable: weakref.WeakKeyDictionary[AdapterWeights, bool] = weakref.WeakKeyDictionary()
+
+    def place(self, adapters: Sequence[AdapterWeights]) -> list[int] | None:
+        """The slots of distinct adapters, which are copied there if necessary; None if they cannot be in slots."""
+        if not all(self._is_suitable(adapter) for adapter in adapters):
+            return None
+        if not self._holds(adapters) and not self._rebuild(adapters):
+            return None
+        present = [ref() if ref is not None else None for ref in self._members]
+        free = [slot for slot, member in enumerate(present) if member not in adapters]
+        slots = [present.index(adapter) if adapter in present else free.pop() for adapter in adapters]
+        for adapter, slot in zip(adapters, slots, strict=True):
+            if present[slot] is not adapter:
+                self._write(adapter, slot)
+        return slots
+
+    def rows(self, slots: Tensor) -> SlotRows:
+        """For rows in these slots, int64 [B]; -1 for rows without an adapter."""
+        columns = torch.arange(len(self._members) * self._rank, device=self._device) // self._rank
+        return SlotRows(self._stacks, slots[:, None] == columns, self._scales[slots.clamp(min=0)][:, None])
+
+    def release_memory(self) -> None:
+        """Drop all adapters."""
+        self._members, self._stacks, self._rank = [], {}, 0
+        self.generation += 1
+
+    def _is_suitable(self, adapter: AdapterWeights) -> bool:
+        """Whether all its matrices are of projections, and finite: in a product with all slots, NaN reaches others."""
+        if adapter not in self._suitable:
+            matrices = [matrix for pair in adapter.pairs.values() for matrix in (pair.a, pair.b)]
+            flat = all(matrix.dim() == 2 for matrix in matrices)
+            sums = [matrix.float().sum() for matrix in matrices] if flat else []
+            self._suitable[adapter] = flat and (not sums or bool(torch.stack(sums).isfinite().all()))
+        return self._suitable[adapter]
+
+    def _holds(self, adapters: Sequence[AdapterWeights]) -> bool:
+        return len(adapters) <= len(self._members) and all(
+            adapter.pairs.keys() <= self._stacks.keys() and _rank(adapter) <= self._rank for adapter in adapters
+        )
+
+    def _rebuild(self, adapters: Sequence[AdapterWeights]) -> bool:
+        """Make larger tensors; False if they would be too large."""
+        count = 1 << (len(adapters) - 1).bit_length()
+        rank = max(self._rank, *map(_rank, adapters))
+        shapes = {name: (stack.a.shape[1], stack.b.shape[0]) for name, stack in self._stacks.items()}
+        for adapter in adapters:
+            shapes |= {name: (pair.a.shape[1], pair.b.shape[0]) for name, pair in adapter.pairs.items()}
+        count = max(count, len(self._members))
+        columns = count * rank
+        if sum(map(sum, shapes.values())) * columns * self._dtype.itemsize > SLOT_BYTES:
+            return False
+        self.release_memory()
+        self._members.extend([None] * count)
+        self._rank = rank
+        self._scales = torch.zeros(count, device=self._device)
+        for name, (inputs, outputs) in shapes.items():
+            dtype = torch.float32 if name == HEAD else self._dtype
+            a, b = (
+                torch.zeros(*shape, dtype=dtype, device=self._device)
+                for shape in ((columns, inputs), (outputs, columns))
+            )
+            self._stacks[name] = StackedPair(a, b)
+        return True
+
+    def _write(self, adapter: AdapterWeights, slot: int) -> None:
+        places = {name: stack.at(slot, self._rank) for name, stack in self._stacks.items()}
+        rank = _rank(adapter)
+        unused = [part for name in places.keys() - adapter.pairs.keys() for part in (places[name].a, places[name].b)]
+        if rank < self._rank:
+            unused += [part for name in adapter.pairs for part in (places[name].a, places[name].b)]
+        if unused:
+            torch._foreach_zero_(unused)  # pyright: ignore[reportPrivateImportUsage]
+        targets = [part for name in adapter.pairs for part in (places[name].a[:rank], places[name].b[:, :rank])]
+        matrices = [matrix for pair in adapter.pairs.values() for matrix in (pair.a, pair.b)]
+        torch._foreach_copy_(targets, matrices)  # pyright: ignore[reportPrivateImportUsage]
+        self._scales[slot] = adapter.scale
+        self._members[slot] = weakref.ref(adapter)
+
+
+def _rank(adapter: AdapterWeights) -> int:
+    return max((pair.a.shape[0] for pair in adapter.pairs.values()), default=0)

@@ -1,0 +1,33 @@
+"""An engine on the CPU whose decoding is that of a GPU: pages, and steps from static tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.architectures import save_tiny
+from tests.engine.device.programs import engine_on_cpu
+from tinsmith.engine.sampling import batch, sampler
+from tinsmith.engine.sampling.paged.attention import attend_gathered
+from tinsmith.engine.torch_engine import TorchEngine
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def paged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TorchEngine]:
+    """`paged(folder, capture=None, **settings)`: such an engine."""
+
+    def build(source: Path, capture: Any = None, **settings: Any) -> TorchEngine:
+        with monkeypatch.context() as patches:
+            patches.setattr(sampler, "page_attention", lambda _: attend_gathered)
+            patches.setattr(batch, "step_capture", lambda _: capture)
+            return engine_on_cpu(source, **settings)
+
+    return build
