@@ -56,8 +56,8 @@ def passed(products: list[Blocks], rows: int = 5) -> tuple[Tensor, Tensor]:
     return torch.cat(outputs, dim=1).detach(), inputs.grad
 
 
-@pytest.mark.parametrize(("limit", "kept"), [(0, 0), (BYTES, 1), (2 * BYTES + 1, 2), (10**6, 3)])
-def test_matrices_stay_decoded_as_far_as_memory_allows(limit: int, kept: int) -> None:
+@pytest.mark.parametrize(("limit", "lasting"), [(0, 0), (BYTES, 1), (2 * BYTES + 1, 2), (10**6, 3)])
+def test_matrices_stay_decoded_as_far_as_memory_allows(limit: int, lasting: int) -> None:
     """The results have the same bits. To break it: leave out `take` in `for_backward`."""
     plain, products = [Blocks(seed) for seed in range(3)], [Blocks(seed) for seed in range(3)]
     keep_decoded(products, limit)
@@ -66,7 +66,7 @@ def test_matrices_stay_decoded_as_far_as_memory_allows(limit: int, kept: int) ->
             assert torch.equal(actual, expected)
         assert products[0].memory.taken == 0
     assert sum(each.decodings for each in plain) == 2 * 6
-    assert sum(each.decodings for each in products) == 2 * (6 - kept)
+    assert sum(each.decodings for each in products) == 2 * (6 - lasting)
     assert [each.products for each in products] == [each.products for each in plain]
 
 
