@@ -18,6 +18,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "run-file": settings.run_file,
+    **settings.run_file_sections(),
     "algorithm-presets": settings.presets,
     "algorithm-settings": settings.algorithm,
     "serve-settings": settings.serve,

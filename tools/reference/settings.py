@@ -1,11 +1,16 @@
-"""Tables of settings classes: each class stands once, and every key that takes it links to it by name."""
+"""Tables of settings classes: each class stands once, and every key that takes it links to it by name.
+
+A run file's reference has a page for each section, named by its path in docs/reference: run-file/model.md.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
+import posixpath
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -21,23 +26,35 @@ Kind = type[Settings]
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _SCALARS = {int: "integer", float: "number", str: "text", bool: "true or false"}
 ALGORITHM_PAGE = "algorithms.md"
+RUN_FILE_PAGE = "run-file.md"
 
 
 def run_file() -> str:
-    """Every settings class of a run file but those of `algorithm`, one section for each key at the top."""
+    """The keys at the top of a run file."""
+    return _table(RunConfig, _places(RunConfig), RUN_FILE_PAGE, RunConfig.model_fields)
+
+
+def run_file_sections() -> dict[str, Callable[[], str]]:
+    """Block -> its text, for each key at the top of a run file that takes settings classes, but `algorithm`."""
     places = _places(RunConfig)
-    parts = [_table(RunConfig, places, "", RunConfig.model_fields)]
-    for key in RunConfig.model_fields:
-        if kinds := _classes_of(key, places):
-            parts.append(f"## {key}")
-            parts.append(f"See [{key}]({ALGORITHM_PAGE}#settings)." if key == "algorithm" else _sections(kinds, places))
-    return "\n\n".join(parts)
+    keys = [key for key in RunConfig.model_fields if key != "algorithm" and _classes_of(key, places)]
+    return {f"run-file-{key}": partial(_classes, key) for key in keys}
 
 
 def algorithm() -> str:
     """The settings classes of `algorithm`."""
+    return _classes("algorithm")
+
+
+def _classes(key: str) -> str:
+    """The settings classes of one key at the top of a run file."""
     places = _places(RunConfig)
-    return _sections(_classes_of("algorithm", places), places, page=ALGORITHM_PAGE)
+    return _sections(_classes_of(key, places), places, _page(key))
+
+
+def _page(key: str) -> str:
+    """The page of the classes of a key at the top, from docs/reference."""
+    return ALGORITHM_PAGE if key == "algorithm" else f"run-file/{key}.md"
 
 
 def serve() -> str:
@@ -95,7 +112,7 @@ def _classes_of(key: str, places: Mapping[Kind, list[str]]) -> list[Kind]:
     return [kind for kind, keys in places.items() if keys[0].partition(".")[0] == key]
 
 
-def _sections(kinds: list[Kind], places: Mapping[Kind, list[str]], page: str = "") -> str:
+def _sections(kinds: list[Kind], places: Mapping[Kind, list[str]], page: str) -> str:
     """A section for each class; a base class with keys that several share stands before the first of them."""
     ordered = dict.fromkeys(part for kind in kinds for part in (*_bases(kind)[::-1], kind))
     ordered = [kind for kind in ordered if kind in kinds or kind not in places]  # else its section is under another key
@@ -115,7 +132,7 @@ def _section(kind: Kind, kinds: list[Kind], places: Mapping[Kind, list[str]], pa
     else:
         where = f"Keys of {', '.join(_link(heir, places, page) for heir in kinds if issubclass(heir, kind))}."
     about = " ".join((inspect.getdoc(kind) or "").partition("\n\nExample:")[0].split())
-    shared = " and ".join(f"[{heading(base)}](#{_anchor(base)})" for base in _bases(kind))
+    shared = " and ".join(f"[{heading(base)}]({_target(base, places, page)})" for base in _bases(kind))
     also = f"Also the keys of {shared}." if shared else ""
     table = _table(kind, places, page, _own_fields(kind))
     return "\n\n".join(filter(None, [f"### {heading(kind)}", where, about, table, also]))
@@ -139,9 +156,14 @@ def heading(kind: Kind) -> str:
 
 
 def _link(kind: Kind, places: Mapping[Kind, list[str]], page: str) -> str:
-    elsewhere = ALGORITHM_PAGE if places[kind][0].partition(".")[0] == "algorithm" else "run-file.md"
-    target = "" if (page or "run-file.md") == elsewhere else elsewhere
-    return f"[{tag_of(kind) or kind.__name__}]({target}#{_anchor(kind)})"
+    return f"[{tag_of(kind) or kind.__name__}]({_target(kind, places, page)})"
+
+
+def _target(kind: Kind, places: Mapping[Kind, list[str]], page: str) -> str:
+    """The class's section, from `page`. A base class that no key takes stands beside its heirs."""
+    own = _page(places[kind][0].partition(".")[0]) if kind in places else page
+    path = "" if own == page else posixpath.relpath(own, posixpath.dirname(page))
+    return f"{path}#{_anchor(kind)}"
 
 
 def _anchor(kind: Kind) -> str:
