@@ -126,7 +126,7 @@ async def compare_paced(counts: Sequence[int], runs: int) -> list[Comparison]:
         async def launch() -> StartedSampler:
             program = Program(module="benchmarks.scale.paced")
             engine = await start_engine(slots[index], PACED, "paced", next(generations), program)
-            return watched(engine, 600)
+            return watched(engine, 600, "sampler")
 
         return launch
 

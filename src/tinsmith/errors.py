@@ -56,7 +56,7 @@ class EngineDied(EngineError):
     `from_outside`: someone ended the process, so no request that ran is the cause.
     """
 
-    life = 0
+    process = 0
     """Number of the process among those of a sampler pool, or among the starts of a vLLM; 0 for an engine's own."""
 
     def __init__(self, message: str, hint: str = "", *, from_outside: bool = False) -> None:

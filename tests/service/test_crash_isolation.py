@@ -135,7 +135,7 @@ def test_deaths_of_replicas_count_each_under_one_engine() -> None:
             async with isolation.isolate(host, "session", request) as running:
                 running.engine_start = 1
                 death = EngineDied("The replica is dead.")
-                death.life = life
+                death.process = life
                 raise death
 
         for life in (4, 4, 5):

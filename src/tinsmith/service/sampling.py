@@ -125,7 +125,7 @@ class CrashIsolation:
             except EngineDied as death:
                 # The next engine may be up already, so `host.start_count` may belong to that one.
                 start = host.start_count if attempt.engine_start is None else attempt.engine_start
-                process = (start, death.life)
+                process = (start, death.process)
                 if content not in self._deaths or self._deaths[content][1] != process:  # a group: many equal requests
                     most = MAX_DEATH_POINTS if alone else ALONE_POINTS
                     points = min(self._points(content) + death_points(death), most)

@@ -93,23 +93,23 @@ class FakeProcess:
 
 
 class Slots:
-    """Launches of fake processes; `lives[place]` are the processes of a place, the current one last."""
+    """Launches of fake processes; `processes[index]` are those of a replica, the current one last."""
 
     def __init__(self, count: int) -> None:
-        self.lives: list[list[FakeProcess]] = [[] for _ in range(count)]
+        self.processes: list[list[FakeProcess]] = [[] for _ in range(count)]
         self.may_start = asyncio.Event()
         self.may_start.set()
 
     def launches(self) -> list[Launch]:
-        return [lambda place=place: self._launch(place) for place in range(len(self.lives))]
+        return [lambda index=index: self._launch(index) for index in range(len(self.processes))]
 
-    def __getitem__(self, place: int) -> FakeProcess:
-        return self.lives[place][-1]
+    def __getitem__(self, index: int) -> FakeProcess:
+        return self.processes[index][-1]
 
-    async def _launch(self, place: int) -> StartedSampler:
+    async def _launch(self, index: int) -> StartedSampler:
         await self.may_start.wait()
         process = FakeProcess()
-        self.lives[place].append(process)
+        self.processes[index].append(process)
 
         async def ended() -> str:
             await process.died.wait()

@@ -32,7 +32,7 @@ async def test_answers_equal_those_of_a_single_engine() -> None:
         for left, right in zip(result.sequences, expected.sequences, strict=True):
             assert np.array_equal(left.tokens, right.tokens)
             assert np.array_equal(left.logprobs, right.logprobs)
-    assert [len(slots[place].requests) for place in range(3)] == [4, 4, 4]
+    assert [len(slots[index].requests) for index in range(3)] == [4, 4, 4]
     await pool.close()
 
 
@@ -42,16 +42,16 @@ async def test_request_follows_its_prefix_until_the_replica_is_full() -> None:
     await pool.sample(request_of(1))
     await pool.sample(request_of(2))
     await pool.sample(request_of(1, seed=5))
-    assert [len(slots[place].requests) for place in range(2)] == [3, 0]  # nothing runs: both are free
-    for place in range(2):
-        slots[place].gate.clear()
+    assert [len(slots[index].requests) for index in range(2)] == [3, 0]  # nothing runs: both are free
+    for index in range(2):
+        slots[index].gate.clear()
     held = [asyncio.create_task(pool.sample(request_of(3, request_id=str(index)))) for index in range(40)]
     await _settle()
-    counts = [sum(request.seed == 3 for request in slots[place].requests) for place in range(2)]
+    counts = [sum(request.seed == 3 for request in slots[index].requests) for index in range(2)]
     assert min(counts) > 0  # spilled over
     assert max(counts) > min(counts)
-    for place in range(2):
-        slots[place].gate.set()
+    for index in range(2):
+        slots[index].gate.set()
     await asyncio.gather(*held)
     assert pool.counts.routed_by_prefix > 20
     assert [each.cache_tokens for each in pool.status()] == [0, 0]
@@ -66,7 +66,7 @@ async def test_version_is_attached_where_it_is_sampled(tmp_path: Path) -> None:
     await pool.sample(request_of(1, version="v"))
     await pool.attach("v", tmp_path / "v")  # the same folder again changes nothing
     await pool.sample(request_of(1, version="v"))
-    assert [len(slots[place].calls) for place in range(3)] == [1, 0, 0]
+    assert [len(slots[index].calls) for index in range(3)] == [1, 0, 0]
     await pool.detach("v")
     with pytest.raises(Gone):
         await pool.sample(request_of(1, version="v"))
@@ -88,7 +88,7 @@ async def test_versions_move_to_the_store(tmp_path: Path) -> None:
     assert (await pool.sample(request_of(1, version="v"))).sequences[0].tokens.tolist() == (
         expected.sequences[0].tokens.tolist()
     )
-    assert [len(slots[place].calls) for place in range(2)] == [1, 0]
+    assert [len(slots[index].calls) for index in range(2)] == [1, 0]
     await pool.close()
 
 
@@ -98,10 +98,10 @@ async def test_samples_wait_until_the_version_is_published(tmp_path: Path) -> No
     await pool.capture("m", "v")
     waiting = asyncio.create_task(pool.sample(request_of(1, version="v")))
     await _settle()
-    assert not any(slots[place].requests for place in range(3))
+    assert not any(slots[index].requests for index in range(3))
     await pool.persist("v", tmp_path / "v")
     await waiting
-    attached = [any(name == "attach" for name, _ in slots[place].calls) for place in range(3)]
+    attached = [any(name == "attach" for name, _ in slots[index].calls) for index in range(3)]
     assert attached.count(True) == 2  # two are given it at once
     await pool.close()
 
@@ -154,7 +154,7 @@ async def test_streamed_samples_of_a_dead_replica_fail() -> None:
     slots[0].die()
     with pytest.raises(EngineDied) as death:
         await running
-    assert death.value.life == 1
+    assert death.value.process == 1
     assert not slots[1].requests
     await pool.close()
 
@@ -162,14 +162,14 @@ async def test_streamed_samples_of_a_dead_replica_fail() -> None:
 @in_loop
 async def test_request_that_ends_replicas_is_stopped_after_two() -> None:
     pool, slots, _ = await pool_of(4)
-    for place in range(4):
-        slots[place].gate.clear()
+    for index in range(4):
+        slots[index].gate.clear()
     running = asyncio.create_task(pool.sample(request_of(1)))
     slots.may_start.clear()
     for _ in range(2):
         await _settle()
-        place = next(place for place in range(4) if slots[place].requests and not slots[place].died.is_set())
-        slots[place].die(from_outside=False)
+        index = next(index for index in range(4) if slots[index].requests and not slots[index].died.is_set())
+        slots[index].die(from_outside=False)
     with pytest.raises(EngineDied):
         await running
     assert pool.living == 2
@@ -182,8 +182,8 @@ async def test_requests_wait_while_no_replica_runs() -> None:
     rooms: list[int] = []
     pool.on_change = lambda: rooms.append(pool.living)
     slots.may_start.clear()
-    for place in range(2):
-        slots[place].die()
+    for index in range(2):
+        slots[index].die()
     await _settle()
     assert (pool.up.is_set(), rooms) == (False, [1, 0])
     waiting = asyncio.create_task(pool.sample(request_of(1)))
@@ -205,7 +205,7 @@ async def test_new_process_of_a_place_is_given_versions_again(tmp_path: Path) ->
     slots[0].die()
     await _settle()
     await pool.sample(request_of(1, version="v"))
-    assert [[name for name, _ in life.calls] for life in slots.lives[0]] == [["attach"], ["attach"]]
+    assert [[name for name, _ in process.calls] for process in slots.processes[0]] == [["attach"], ["attach"]]
     await pool.close()
 
 
@@ -232,14 +232,14 @@ async def test_cancelled_request_is_cancelled_on_its_replica() -> None:
 async def test_closing_fails_running_requests_and_ends_processes() -> None:
     pool, slots, _ = await pool_of(2)
     await pool.release_memory()
-    assert all(slots[place].calls == [("release_memory", None)] for place in range(2))
+    assert all(slots[index].calls == [("release_memory", None)] for index in range(2))
     slots[0].gate.clear()
     running = asyncio.create_task(pool.sample(request_of(1)))
     await _settle()
     await pool.close()
     with pytest.raises(EngineDied):
         await running
-    assert all(slots[place].died.is_set() for place in range(2))
+    assert all(slots[index].died.is_set() for index in range(2))
     assert not pool.up.is_set()
 
 
@@ -262,7 +262,7 @@ async def test_trainer_samples_what_vllm_does_not_support(tmp_path: Path) -> Non
     await trainer.save("m", tmp_path / "v", optimizer=False)
     await pool.attach("v", tmp_path / "v")
     await pool.sample(request_of(1, version="v", top_k=3))
-    assert not any(slots[place].requests for place in range(2))
+    assert not any(slots[index].requests for index in range(2))
     request = request_of(2, version="v", prompt_logprobs=True)
     result = await pool.sample(request)
     (routed,) = slots[0].requests

@@ -20,9 +20,9 @@ from tests.engine.vllm.test_engine import CARD, FACTS, until
 from tinsmith.engine.base import SampleRequest, SampleResult
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.memory_plan import Gpu, MemoryPlan, VllmPlan
+from tinsmith.engine.processes import supervisor
 from tinsmith.engine.processes.client import RemoteEngine
 from tinsmith.engine.vllm import engine as vllm_engine
-from tinsmith.engine.vllm import server as vllm_server
 from tinsmith.engine.vllm.engine import VllmEngine
 from tinsmith.engine.vllm.server import command_of, environment_of, sleeps
 from tinsmith.engine_options import VllmConfig
@@ -205,8 +205,7 @@ def test_starts_that_lack_memory_end(python: Path, tmp_path: Path, monkeypatch: 
     """
 
     async def main() -> None:
-        monkeypatch.setattr(vllm_server, "MAX_RETRY_DELAY_S", 0.0)
-        monkeypatch.setattr(vllm_server, "FIRST_RETRY_DELAY_S", 0.0)
+        monkeypatch.setattr(supervisor, "FIRST_RETRY_S", 0.0)
         async with sleeping(python, tmp_path, monkeypatch) as pair:
             server, short = pair.engine.server, EngineError("vLLM ended: no memory left for the cache")
             started = server._start

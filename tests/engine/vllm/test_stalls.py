@@ -100,7 +100,7 @@ def test_vllm_without_health_is_restarted(python: Path, tmp_path: Path, fault: s
             vllm.break_paths({"/health": fault})
             with pytest.raises(EngineDied, match="stalled: /health has not answered with status 200 for 2 s") as death:
                 await running
-            assert death.value.life == 1
+            assert death.value.process == 1
             await until(is_gone(pid))
             assert (host.is_up, host.sampler_is_up) == (True, False)
             later = asyncio.create_task(vllm.sampler.sample(sample_request([10, 20], max_tokens=1)))
@@ -200,7 +200,7 @@ def test_busy_vllm_makes_progress_on_a_cpu(python: Path, tmp_path: Path):
 
 
 def test_each_death_of_vllm_has_its_own_number(python: Path, tmp_path: Path):
-    """So that a request that ends every vLLM is found (`CrashIsolation`). To break it: leave out `death.life`."""
+    """So that a request that ends every vLLM is found (`CrashIsolation`). To break it: leave out `death.process`."""
 
     async def main() -> list[int]:
         lives = []
@@ -211,7 +211,7 @@ def test_each_death_of_vllm_has_its_own_number(python: Path, tmp_path: Path):
                 os.kill(vllm.server.pid, 9)
                 with pytest.raises(EngineDied) as death:
                     await running
-                lives.append(death.value.life)
+                lives.append(death.value.process)
         return lives
 
     assert asyncio.run(main()) == [1, 2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Mapping
 
@@ -10,9 +9,9 @@ from tinsmith.engine.base import ModelCard
 from tinsmith.engine.cluster.replica import Launch, StartedSampler
 from tinsmith.engine.cluster.vllm_worker import VllmStart
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.process_end import ProcessEnd
-from tinsmith.engine.processes.client import RemoteEngine, start_engine
+from tinsmith.engine.processes.client import ServedEngine, start_engine
 from tinsmith.engine.processes.slots import Program, Slot
+from tinsmith.engine.processes.supervisor import wait_for_end
 
 VLLM_WORKER = Program(module="tinsmith.engine.cluster.vllm_worker")
 
@@ -24,7 +23,7 @@ def torch_in_slot(slot: Slot, config: EngineConfig, payload: bytes = b"") -> Lau
 
     async def launch() -> StartedSampler:
         engine = await start_engine(slot, settings, config.source, next(generations), payload=payload)
-        return watched(engine, config.engine_timeout_s)
+        return watched(engine, config.engine_timeout_s, slot.name)
 
     return launch
 
@@ -41,7 +40,7 @@ def vllm_in_slot(
 
     async def launch() -> StartedSampler:
         engine = await start_engine(slot, start, config.source, next(generations), VLLM_WORKER, payload)
-        return watched(engine, config.engine_timeout_s)
+        return watched(engine, config.engine_timeout_s, slot.name)
 
     return launch
 
@@ -57,20 +56,6 @@ def for_slot(config: EngineConfig, gpus: tuple[str, ...]) -> EngineConfig:
     return config.model_copy(update={"vllm": vllm})
 
 
-def watched(engine: RemoteEngine, timeout_s: float) -> StartedSampler:
-    """A torch engine as a sampler; it is killed after `timeout_s` without progress while it samples."""
-
-    async def ended() -> str:
-        died, stalled = asyncio.create_task(engine.died.wait()), asyncio.create_task(engine.stalled(timeout_s))
-        try:
-            await asyncio.wait((died, stalled), return_when=asyncio.FIRST_COMPLETED)
-            if not died.done():
-                stall = stalled.result()
-                engine.kill(ProcessEnd(f"stalled: {stall.reason}", stall.from_outside))
-                await died
-        finally:
-            died.cancel()
-            stalled.cancel()
-        return engine.end.text if engine.end is not None else "the reason is unknown"
-
-    return StartedSampler(process=engine, ended=ended)
+def watched(engine: ServedEngine, timeout_s: float, name: str) -> StartedSampler:
+    """An engine as a sampler; it is killed after `timeout_s` without progress while it samples."""
+    return StartedSampler(process=engine, ended=lambda: wait_for_end(engine, timeout_s, name))

@@ -46,9 +46,9 @@ class _Version:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStatus:
-    """State of one place, for /metrics and `tinsmith status`."""
+    """State of a replica, for /metrics and `tinsmith status`."""
 
-    place: int
+    index: int
     up: bool
     pid: int
     starts: int
@@ -83,7 +83,7 @@ class SamplerPool:
         self._trainer, self._card, self._transfer = trainer, card, transfer
         self._on_trainer: set[str] = set()
         """Versions that the trainer was given, by their names on the replicas."""
-        self._replicas = [SamplerReplica(place, launch, numbers, self._change) for place, launch in enumerate(launches)]
+        self._replicas = [SamplerReplica(index, launch, numbers, self._change) for index, launch in enumerate(launches)]
         self._table = PrefixTable()
         self._versions: dict[str, _Version] = {}
         self._numbers = itertools.count(1)
@@ -114,10 +114,10 @@ class SamplerPool:
     @property
     def living(self) -> int:
         """Replicas that run now."""
-        return sum(replica.life is not None for replica in self._replicas)
+        return sum(replica.sampler is not None for replica in self._replicas)
 
     def status(self) -> list[ReplicaStatus]:
-        """State of each place."""
+        """State of each replica."""
         return [_status(replica) for replica in self._replicas]
 
     def use_trainer(self, trainer: Sampler) -> None:
@@ -172,8 +172,10 @@ class SamplerPool:
 
     async def release_memory(self) -> None:
         """Let all replicas give back the memory that they keep for speed only."""
-        lives = self._lives().values()
-        results = await asyncio.gather(*(life.process.release_memory() for life in lives), return_exceptions=True)
+        samplers = self._samplers_up().values()
+        results = await asyncio.gather(
+            *(sampler.process.release_memory() for sampler in samplers), return_exceptions=True
+        )
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, EngineDied):
                 raise result
@@ -199,8 +201,8 @@ class SamplerPool:
             return
         record.folder = folder
         record.decided.set()
-        for life in sorted(self._lives().values(), key=lambda life: life.load)[:WARM_REPLICAS]:
-            task = asyncio.create_task(_warm(life, record.name, folder))
+        for sampler in sorted(self._samplers_up().values(), key=lambda sampler: sampler.load)[:WARM_REPLICAS]:
+            task = asyncio.create_task(_warm(sampler, record.name, folder))
             self._warming.add(task)
             task.add_done_callback(self._warming.discard)
 
@@ -211,7 +213,7 @@ class SamplerPool:
             return
         record.decided.set()
         record.folder = None
-        await asyncio.gather(*(life.detach(record.name) for life in self._lives().values()))
+        await asyncio.gather(*(sampler.detach(record.name) for sampler in self._samplers_up().values()))
         if record.name in self._on_trainer:
             self._on_trainer.discard(record.name)
             with suppress(EngineDied):
@@ -271,39 +273,39 @@ class SamplerPool:
             if request.version is not None:
                 name, folder = await self._published(request.version)
                 routed = replace(request, version=name)
-            life = await self._choose(routed)
+            sampler = await self._choose(routed)
             try:
-                return await _sample_on(life, routed, folder, sent.on_delta)
+                return await _sample_on(sampler, routed, folder, sent.on_delta)
             except EngineDied as death:
-                death.life = life.number
+                death.process = sampler.number
                 moves += not death.from_outside
-                if sent.any or moves > MAX_MOVES or self._is_closed or not life.process.died.is_set():
+                if sent.any or moves > MAX_MOVES or self._is_closed or not sampler.process.died.is_set():
                     raise
-            self._forget(life)
+            self._forget(sampler)
             self.counts.moved += 1
 
     async def _choose(self, request: SampleRequest) -> RunningSampler:
         """The replica for a request, once one runs."""
-        while not (lives := self._lives()):
+        while not (samplers := self._samplers_up()):
             await self.up.wait()
-        loads = {number: float(life.load) for number, life in lives.items()}
+        loads = {number: float(sampler.load) for number, sampler in samplers.items()}
         length, answer = len(request.prompt), cache_reserve(request) / request.num_samples
         blocks = prompt_blocks(request.prompt, (request.version, request.cache_scope))
-        holders = frozenset(number for number, life in lives.items() if request.version in life.attached)
+        holders = frozenset(number for number, sampler in samplers.items() if request.version in sampler.attached)
         choice = choose_replica(self._table, blocks, length, loads, answer, holders)
         self.counts.routed += 1
         self.counts.routed_by_prefix += choice.by_prefix
         self._table.record(blocks, choice.replica)
-        return lives[choice.replica]
+        return samplers[choice.replica]
 
-    def _lives(self) -> dict[int, RunningSampler]:
-        return {each.life.number: each.life for each in self._replicas if each.life is not None}
+    def _samplers_up(self) -> dict[int, RunningSampler]:
+        return {each.sampler.number: each.sampler for each in self._replicas if each.sampler is not None}
 
-    def _forget(self, life: RunningSampler) -> None:
+    def _forget(self, sampler: RunningSampler) -> None:
         """Give no more requests to a process that has ended, also before its watch notices."""
         for replica in self._replicas:
-            if replica.life is life:
-                replica.life = None
+            if replica.sampler is sampler:
+                replica.sampler = None
                 self._change()
 
     def _change(self) -> None:
@@ -329,39 +331,39 @@ class _Sent:
 
 
 async def _sample_on(
-    life: RunningSampler, request: SampleRequest, folder: Path | None, on_delta: OnDelta | None
+    sampler: RunningSampler, request: SampleRequest, folder: Path | None, on_delta: OnDelta | None
 ) -> SampleResult:
     """Sample on a replica, which is given the version first; a cancelled request is cancelled there too."""
     tokens = cache_reserve(request)
-    life.load += tokens
-    life.running += 1
+    sampler.load += tokens
+    sampler.requests += 1
     try:
         if request.version is not None and folder is not None:
-            await life.attach(request.version, folder)
-        return await life.process.sample(request, on_delta)
+            await sampler.attach(request.version, folder)
+        return await sampler.process.sample(request, on_delta)
     except asyncio.CancelledError:
         with suppress(TinsmithError):
-            await life.process.cancel(request.request_id)
+            await sampler.process.cancel(request.request_id)
         raise
     finally:
-        life.load -= tokens
-        life.running -= 1
+        sampler.load -= tokens
+        sampler.requests -= 1
 
 
-async def _warm(life: RunningSampler, version: str, folder: Path) -> None:
+async def _warm(sampler: RunningSampler, version: str, folder: Path) -> None:
     """Give a version to a replica before it is used; a failure shows when it is."""
     with suppress(TinsmithError):
-        await life.attach(version, folder)
+        await sampler.attach(version, folder)
 
 
 def _status(replica: SamplerReplica) -> ReplicaStatus:
-    life = replica.life
+    sampler = replica.sampler
     return ReplicaStatus(
-        place=replica.location,
-        up=life is not None,
-        pid=life.process.pid if life else 0,
+        index=replica.index,
+        up=sampler is not None,
+        pid=sampler.process.pid if sampler else 0,
         starts=replica.starts,
-        requests=life.running if life else 0,
-        cache_tokens=life.load if life else 0,
-        versions=len(life.attached) if life else 0,
+        requests=sampler.requests if sampler else 0,
+        cache_tokens=sampler.load if sampler else 0,
+        versions=len(sampler.attached) if sampler else 0,
     )

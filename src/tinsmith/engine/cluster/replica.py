@@ -1,4 +1,4 @@
-"""One place of a sampler: a process that is started, watched, and started again whenever it ends.
+"""A replica of a sampler pool: a process that is started, watched, and started again whenever it ends.
 
 What the pool knows of a process (its load, the versions that it has) belongs to a RunningSampler and ends with it.
 """
@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Protocol
 
 from tinsmith.engine.base import OnDelta, SampleRequest, SampleResult
+from tinsmith.engine.processes.supervisor import keep_running
 from tinsmith.errors import TinsmithError
 
 log = logging.getLogger(__name__)
-
-MAX_RETRY_S = 30.0
-"""Longest time between two attempts to start a replica again."""
 
 
 class SamplerProcess(Protocol):
@@ -80,8 +78,8 @@ class RunningSampler:
     process: SamplerProcess
     load: int = 0
     """Cache tokens that its running requests reserve."""
-    running: int = 0
-    """Requests."""
+    requests: int = 0
+    """Running ones."""
     attached: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """Versions that it has or is being given, by name."""
 
@@ -107,12 +105,12 @@ class RunningSampler:
 
 
 class SamplerReplica:
-    """A place of the pool, in which one process runs at a time."""
+    """A member of the pool, of which one process runs at a time."""
 
-    def __init__(self, place: int, launch: Launch, numbers: Iterator[int], on_change: Callable[[], None]) -> None:
-        """`numbers` gives each life its number; `on_change` is called when a life begins or ends."""
-        self.location = place
-        self.life: RunningSampler | None = None
+    def __init__(self, index: int, launch: Launch, numbers: Iterator[int], on_change: Callable[[], None]) -> None:
+        """`numbers` gives each process its number; `on_change` is called when a process starts or ends."""
+        self.index = index
+        self.sampler: RunningSampler | None = None
         """The running process; None while there is none."""
         self.starts = 0
         self._launch, self._numbers, self._on_change = launch, numbers, on_change
@@ -122,14 +120,14 @@ class SamplerReplica:
     async def start(self) -> None:
         """Start the first process. Raises the error of its start."""
         await self._start()
-        self._watch = asyncio.create_task(self._keep_running())
+        self._watch = asyncio.create_task(keep_running(f"Sampler {self.index}", self._end, self._start))
 
     async def close(self) -> None:
         """End the process for good."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait([self._watch])
-        self._end_life()
+        self._mark_down()
         started, self._started = self._started, None
         if started is not None:
             await started.process.close()
@@ -137,33 +135,22 @@ class SamplerReplica:
     async def _start(self) -> None:
         self._started = await self._launch()
         self.starts += 1
-        self.life = RunningSampler(next(self._numbers), self._started.process)
+        self.sampler = RunningSampler(next(self._numbers), self._started.process)
         self._on_change()
 
-    async def _keep_running(self) -> None:
-        while True:
-            assert self._started is not None
-            reason = await self._started.ended()
-            self._end_life()
-            log.warning("Sampler %d ended (%s); it is started again.", self.location, reason)
-            started, self._started = self._started, None
-            try:
-                await started.process.close()
-            except (TinsmithError, OSError) as error:
-                log.warning("What is left of sampler %d did not close: %s", self.location, error)
-            await self._start_again()
+    async def _end(self) -> str:
+        """Wait until the process has ended and close what is left of it; returns the reason."""
+        assert self._started is not None
+        reason = await self._started.ended()
+        self._mark_down()
+        started, self._started = self._started, None
+        try:
+            await started.process.close()
+        except (TinsmithError, OSError) as error:
+            log.warning("What is left of sampler %d did not close: %s", self.index, error)
+        return reason
 
-    async def _start_again(self) -> None:
-        delay = 1.0
-        while True:
-            try:
-                return await self._start()
-            except (TinsmithError, OSError):
-                log.exception("Sampler %d does not start; next attempt in %.0f s.", self.location, delay)
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, MAX_RETRY_S)
-
-    def _end_life(self) -> None:
-        if self.life is not None:
-            self.life = None
+    def _mark_down(self) -> None:
+        if self.sampler is not None:
+            self.sampler = None
             self._on_change()

@@ -7,11 +7,12 @@ process is stopped or frozen; a progress counter that stands still while calls r
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import resource
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,38 +69,69 @@ def followers_seconds(leader: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-class HeartbeatMonitor:
-    """Watches the heartbeats of a process, in its parent.
+@dataclass(eq=False, slots=True)
+class Wait:
+    """How long something is overdue, in ticks of this process's own life."""
 
-    Times are counted in ticks of `stalled`. While the parent itself cannot run, heartbeats wait in the socket; however
-    long that takes, it is one tick.
+    fault: str
+    """What is missing, such as `no heartbeat`."""
+    limit_s: float = math.inf
+    seconds: float = 0.0
+
+
+async def first_overdue(waits: Callable[[], Iterable[Wait]], tick_s: float) -> Wait:
+    """Count ticks for the waits of each moment until one is over its limit.
+
+    While this process itself cannot run, what it waits for is in the socket; however long that takes, it is one tick.
     """
+    while True:
+        await asyncio.sleep(tick_s)
+        for wait in waits():
+            wait.seconds += tick_s
+            if wait.seconds > wait.limit_s:
+                return wait
+
+
+class HeartbeatMonitor:
+    """Watches the heartbeats of a process, in its parent."""
 
     def __init__(self) -> None:
         self.progress = 0
-        self.silent_s = 0.0
-        """Since the last heartbeat."""
-        self.progress_age_s = 0.0
-        """Since the last progress, while calls run."""
+        self._silence, self._standstill = Wait("no heartbeat"), Wait("no progress")
         self._oom_kills = [oom_kills()] * 3
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last heartbeat."""
+        return self._silence.seconds
+
+    @property
+    def progress_age_s(self) -> float:
+        """Seconds since the last progress, while calls run."""
+        return self._standstill.seconds
 
     def beat(self, heartbeat: Heartbeat) -> None:
         """A heartbeat has arrived."""
-        self.silent_s = 0.0
+        self._silence.seconds = 0.0
         if heartbeat.progress != self.progress:
-            self.progress, self.progress_age_s = heartbeat.progress, 0.0
+            self.progress, self._standstill.seconds = heartbeat.progress, 0.0
 
     async def stalled(self, timeout_s: float, silence_s: float, is_busy: Callable[[], bool]) -> Stall:
         """Wait until the child makes no progress for `timeout_s` while busy, or sends no heartbeat for `silence_s`."""
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
+        self._standstill.limit_s, self._silence.limit_s = timeout_s, silence_s
+
+        def waits() -> Iterator[Wait]:
             self._oom_kills = [*self._oom_kills[1:], oom_kills()]
-            self.silent_s += HEARTBEAT_S
-            self.progress_age_s = self.progress_age_s + HEARTBEAT_S if is_busy() else 0.0
-            if self.silent_s > silence_s:
-                return Stall(f"no heartbeat for {silence_s:g} s: it is stopped, or the machine is out of memory", True)
-            if self.progress_age_s > timeout_s:
-                return Stall(f"no progress for {timeout_s:g} s", False)
+            yield self._silence
+            if is_busy():
+                yield self._standstill
+            else:
+                self._standstill.seconds = 0.0
+
+        wait = await first_overdue(waits, HEARTBEAT_S)
+        if wait is self._silence:
+            return Stall(f"no heartbeat for {silence_s:g} s: it is stopped, or the machine is out of memory", True)
+        return Stall(f"no progress for {timeout_s:g} s", False)
 
     def memory_ran_out(self) -> bool:
         """Whether the system has killed a process for its memory within the last second. True if that is unknown."""

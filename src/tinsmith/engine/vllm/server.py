@@ -16,7 +16,7 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -26,7 +26,8 @@ from tinsmith.engine.device_sharing import MemoryTurns
 from tinsmith.engine.memory_plan import VLLM_ALONE_SHARE
 from tinsmith.engine.process_end import ProcessEnd, process_end
 from tinsmith.engine.processes.child import CHILD_ENVIRONMENT
-from tinsmith.engine.processes.heartbeat import followers_seconds
+from tinsmith.engine.processes.heartbeat import Wait, first_overdue, followers_seconds
+from tinsmith.engine.processes.supervisor import keep_running
 from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError, EngineDied, EngineError, TinsmithError, Unsupported
 
@@ -59,7 +60,6 @@ STEP_LIMIT_S = 24 * 3600
 """vLLM's own limit for a step on a CPU, where its default (300 s) ends it at a long prompt: `_check_health` finds the
 steps that compute nothing."""
 END_TIMEOUT_S = 4.0
-FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 30.0
 MAX_FAILED_STARTS = 5
 """Failed starts in a row after which waiting requests fail, and vLLM is started again only when another one comes."""
 EXPANDABLE = "expandable_segments:True"
@@ -175,15 +175,6 @@ def _metrics(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("vllm:")]
 
 
-@dataclass(eq=False, slots=True)
-class _Wait:
-    """For how long vLLM owes an answer, in ticks of this process's own life."""
-
-    fault: str
-    """Such as `/health has not answered`."""
-    seconds: float = 0.0
-
-
 class VllmServer:
     """The child process. `url` belongs to the current one; `up` is set while it responds."""
 
@@ -209,9 +200,9 @@ class VllmServer:
         self._python: Path | None = None
         self._child: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._health = _Wait("/health has not answered with status 200")
-        self._progress = _Wait("requests run, and vLLM's engine makes no step,")
-        self._calls = set[_Wait]()
+        self._health = Wait("/health has not answered with status 200", timeout_s)
+        self._progress = Wait("requests run, and vLLM's engine makes no step,", timeout_s)
+        self._calls = set[Wait]()
         self._requests = 0
         """Samples that run now."""
         self._stall: ProcessEnd | None = None
@@ -241,7 +232,11 @@ class VllmServer:
         self._python = await asyncio.to_thread(find_python, self._config)
         async with self.turn():
             await self._start(self._python)
-        self._watch = asyncio.create_task(self._restart_on_exit(self._python))
+        if self._restarts:
+            name, start = f"vLLM for {self._card.source}", partial(self._start_again, self._python)
+            self._watch = asyncio.create_task(keep_running(name, self._wait_for_end, start, self._pause_starts))
+        else:
+            self._watch = asyncio.create_task(self._note_end())
 
     @property
     def pid(self) -> int:
@@ -321,7 +316,7 @@ class VllmServer:
             "It is being restarted: try again later.",
             from_outside=end.from_outside,
         )
-        death.life = start
+        death.process = start
         return death
 
     async def request_failed(self, start: int, message: str) -> TinsmithError:
@@ -346,7 +341,7 @@ class VllmServer:
     def answered_in_time(self, call: str) -> Iterator[None]:
         """Wait for the answer of a call inside the block. Without one for `timeout_s`, vLLM is killed, which breaks
         the connection."""
-        wait = _Wait(f"{call} has not answered")
+        wait = Wait(f"{call} has not answered", self._timeout_s)
         self._calls.add(wait)
         try:
             yield
@@ -431,64 +426,49 @@ class VllmServer:
                 "Install a newer vLLM, or set vllm.sleep=false.",
             )
 
-    async def _restart_on_exit(self, python: Path) -> None:
-        """Restart vLLM whenever it ends or stops answering, with growing delays while starts fail."""
-        while True:
-            assert self._child is not None
-            self._stall = None
-            watch = asyncio.create_task(self._kill_when_stalled(self._child))
-            try:
-                code = await self._child.wait()
-            finally:
-                watch.cancel()
-            self.up.clear()
-            end = self._stall or process_end(code, memory_ran_out=True)
-            log.warning("vLLM for %s ended (%s).%s", self._card.source, end.text, self._log_tail(5))
-            if not self._restarts:
-                self.ended.set()
-                return
-            await self._start_again(python)
+    async def _wait_for_end(self) -> str:
+        """Wait until vLLM has ended, which is killed if it is stalled; returns the reason."""
+        assert self._child is not None
+        self._stall = None
+        watch = asyncio.create_task(self._kill_when_stalled(self._child))
+        try:
+            code = await self._child.wait()
+        finally:
+            watch.cancel()
+        self.up.clear()
+        await self._end()
+        end = self._stall or process_end(code, memory_ran_out=True)
+        return end.text + self._log_tail(5)
+
+    async def _note_end(self) -> None:
+        """Set `ended` once vLLM has ended."""
+        log.warning("vLLM for %s ended (%s).", self._card.source, await self._wait_for_end())
+        self.ended.set()
 
     async def _start_again(self, python: Path) -> None:
-        """Start vLLM, as often as it takes; after MAX_FAILED_STARTS, once more for each request that comes later."""
-        delay, failed = FIRST_RETRY_DELAY_S, 0
-        while not self.up.is_set():
-            await self._end()
-            try:
-                async with self.turn():
-                    await self._start(python)
-            except (TinsmithError, OSError) as error:
-                failed += 1
-                log.exception("vLLM for %s did not start; retrying in %.0f s.", self._card.source, delay)
-                if failed >= MAX_FAILED_STARTS:
-                    self._wanted.clear()
-                    self._failure = str(error)
-                    self._given_up.set()
-                    await self._wanted.wait()
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, MAX_RETRY_DELAY_S)
+        async with self.turn():
+            await self._start(python)
         self._failure = ""
         self._given_up.clear()
 
-    async def _kill_when_stalled(self, child: asyncio.subprocess.Process) -> None:
-        """Kill vLLM once /health or a call has had no answer, or running requests no progress, for `timeout_s`.
+    async def _pause_starts(self, failed: int, error: Exception) -> None:
+        """After MAX_FAILED_STARTS, start vLLM only once for each request that comes later."""
+        if failed >= MAX_FAILED_STARTS:
+            self._wanted.clear()
+            self._failure = str(error)
+            self._given_up.set()
+            await self._wanted.wait()
 
-        The time is counted in ticks: while this process cannot run, answers wait in the socket.
-        """
+    async def _kill_when_stalled(self, child: asyncio.subprocess.Process) -> None:
+        """Kill vLLM once /health or a call has had no answer, or running requests no progress, for `timeout_s`."""
         tick_s = min(HEALTH_INTERVAL_S, self._timeout_s / 8)
         self._health.seconds = self._progress.seconds = 0.0
         checks = asyncio.create_task(self._check_health(child, tick_s))
-        longest = self._health
         try:
-            while longest.seconds < self._timeout_s:
-                await asyncio.sleep(tick_s)
-                waits = (self._health, self._progress, *self._calls)
-                for wait in waits:
-                    wait.seconds += tick_s
-                longest = max(waits, key=lambda wait: wait.seconds)
+            wait = await first_overdue(lambda: (self._health, self._progress, *self._calls), tick_s)
         finally:
             checks.cancel()
-        self._stall = ProcessEnd(f"stalled: {longest.fault} for {self._timeout_s:g} s", from_outside=False)
+        self._stall = ProcessEnd(f"stalled: {wait.fault} for {self._timeout_s:g} s", from_outside=False)
         log.error("vLLM for %s is killed: %s.", self._card.source, self._stall.text)
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)

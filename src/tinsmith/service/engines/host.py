@@ -16,11 +16,12 @@ from tinsmith.engine.cluster.status import ProcessStatus
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.engine.interface import Engine
+from tinsmith.engine.processes.client import ServedEngine, start_local
+from tinsmith.engine.processes.supervisor import kill_when_stalled, start_until_up
 from tinsmith.engine_options import CPU_CACHE_TOKENS
 from tinsmith.errors import EngineDied, NotFound, TinsmithError
 from tinsmith.service.engines.admission import AdmissionQueue
 from tinsmith.service.engines.occupancy import Occupancy
-from tinsmith.service.engines.watchdog import WatchedProcess, end_when_stalled
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +35,6 @@ CLOSE_S = 5.5
 """Time for an engine to close."""
 RELEASE_S = 10.0
 """Time for an engine to give back memory: it does so between two micro-batches."""
-MAX_RETRY_S = 30.0
-"""Longest time between two attempts to restart an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +43,7 @@ class RunningEngine:
 
     engine: Engine
     died: asyncio.Event
-    process: WatchedProcess | None = None
+    process: ServedEngine | None = None
     """The engine's process; None if the engine is in this one."""
     sampler_up: asyncio.Event | None = None
     """Set while a separate sampling process answers; None if the engine samples itself."""
@@ -64,8 +63,6 @@ async def start_engine(config: EngineConfig) -> RunningEngine:
     """Start the fake engine in this process, or a real one in its own, where its Python delays no response."""
     if config.kind == "fake":
         return RunningEngine(engine=await asyncio.to_thread(FakeEngine, config), died=asyncio.Event())
-    from tinsmith.engine.processes.client import start_local  # not needed for the fake engine
-
     if config.sampler == "vllm":
         from tinsmith.engine.vllm.engine import VllmEngine
 
@@ -229,14 +226,7 @@ class EngineHost:
 
     async def restart(self) -> None:
         """Start the engine again, with retries: accepted requests must run. Samples wait until `allow_sampling`."""
-        wait_s = 1.0
-        while True:
-            try:
-                return await self._load()
-            except (TinsmithError, OSError):
-                log.exception("The engine of %s does not start; next attempt in %.0f s.", self.config.source, wait_s)
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, MAX_RETRY_S)
+        await start_until_up(f"The engine of {self.config.source}", self._load)
 
     async def stop(self) -> None:
         """Close the engine, or what is left of a dead one."""
@@ -299,7 +289,7 @@ class EngineHost:
         self._watchdog = None
         self._running = self._last = await self._start_engine(self.config)
         if (process := self._running.process) is not None:
-            watch = end_when_stalled(process, self.config.engine_timeout_s, self.config.source)
+            watch = kill_when_stalled(process, self.config.engine_timeout_s, f"The engine of {self.config.source}")
             self._watchdog = asyncio.create_task(watch)
         self._fit_queue()
         if self._running.pool is not None:

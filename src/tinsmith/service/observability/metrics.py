@@ -252,7 +252,7 @@ def engine_gauges(hosts: Iterable[EngineHost]) -> Iterable[Metric]:
 
 def _replica_gauges(pools: Mapping[str, SamplerPool]) -> Iterable[Metric]:
     """State of sampler replicas, by model and place, and what their pool has routed."""
-    states = {(model, str(each.place)): each for model, pool in pools.items() for each in pool.status()}
+    states = {(model, str(each.index)): each for model, pool in pools.items() for each in pool.status()}
     for name, text in (
         ("up", "1 while the replica answers."),
         ("requests", "Requests that the replica samples."),
