@@ -19,6 +19,7 @@ from benchmarks.gpu_check.shapes import Size
 from benchmarks.gpu_check.step import Values
 from benchmarks.parts.training import useful_flops
 from benchmarks.workloads import Batch, grpo, questions, rows_of
+from tinsmith.engine.lora.fused_layers import DecoderLayer
 
 RANK = 32
 TRACE = "CHECK_TRACE"
@@ -48,6 +49,7 @@ def long_rows(size: Size) -> Values:
         "waits": counted.waits,
         "copies_to_host": counted.copies_to_host,
         "kernels": counted.kernels,
+        "fused_layers": sum(isinstance(module, DecoderLayer) for module in ours.engine.trainer._base.body.modules()),
         "pass_tokens": ours.engine.card.pass_tokens,
     }
     for name, rate in rates.items():

@@ -46,6 +46,7 @@ def check(kernels: fused.Kernels, like: Tensor) -> None:
         for zeros in (False, True):
             choice.check_norm(kernels, norm(like, width, zeros=zeros))
     choice.check_norm(kernels, norm(like, 40, torch.float32))
+    choice.check_norm(kernels, fused.Norm(torch.zeros(8).to(like), 1e-6, like.dtype, invertible=False))
     for heads, rotary in (((3, 16), 16), ((5, 24), 24), ((3, 20), 6), ((33, 64), 64)):
         for each in (None, norm(like, heads[1]), norm(like, heads[1], zeros=True)):
             choice.check_rotation(kernels, heads, each, rotary, like)
