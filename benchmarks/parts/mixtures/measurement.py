@@ -25,8 +25,8 @@ from benchmarks.engine_driver import EngineDriver
 from benchmarks.parts.sampling import against_generate
 from benchmarks.workloads import grpo, questions
 from tinsmith.engine.base import Datum, LoraSpec, Pass, SampleResult
-from tinsmith.engine.lora import experts
 from tinsmith.engine.lora.adapter import AdapterLayout, adapter_weights
+from tinsmith.engine.lora.experts import install as experts
 from tinsmith.engine.lora.targets import expert_target
 from tinsmith.engine.model.support import is_expert_stack
 from tinsmith.routed_experts import to_words

@@ -20,6 +20,7 @@ from tests.engine.sampling.helpers import sample_request
 from tests.vision import END, START, picture
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.lora import grouped_adapters
 from tinsmith.engine.model import flex_attention, loading
 from tinsmith.engine.sampling import sampler
 from tinsmith.engine.sampling.paged.attention import attend_gathered
@@ -114,12 +115,14 @@ async def _run(engine: TorchEngine, passes: Sequence[Pass]) -> list[PassResult]:
     return results
 
 
-def training_counts(source: Path, lengths: Sequence[int], tenants: int, loss_fn: str) -> stand_in.Counts:
-    """What a micro-batch costs; attention is FlexAttention's, as on a GPU."""
+def training_counts(
+    source: Path, lengths: Sequence[int], tenants: int, loss_fn: str, **settings: Any
+) -> stand_in.Counts:
+    """What a micro-batch costs; attention is FlexAttention's and products of experts are grouped, as on a GPU."""
 
     async def work() -> stand_in.Counts:
-        with flex_attention_on_device():
-            engine = engine_on_device(source, pass_tokens=4096)
+        with flex_attention_on_device(), grouped_products_on_device():
+            engine = engine_on_device(source, pass_tokens=4096, **settings)
             for number in range(tenants):
                 await engine.create(f"m{number}", LoraSpec(rank=4, seed=number))
             passes = [pass_for(loss_fn, f"m{number}", seed=number, lengths=lengths) for number in range(tenants)]
@@ -131,11 +134,13 @@ def training_counts(source: Path, lengths: Sequence[int], tenants: int, loss_fn:
     return asyncio.run(work())
 
 
-def decoding_counts(source: Path, sequences: int, versions: int, steps: int = 8, **settings: Any) -> stand_in.Counts:
+def decoding_counts(
+    source: Path, sequences: int, versions: int, steps: int = 8, dtype: str = "float32", **settings: Any
+) -> stand_in.Counts:
     """What `steps` decoding steps cost, of requests with these settings."""
 
     async def work() -> stand_in.Counts:
-        engine = engine_on_device(source)
+        engine = engine_on_device(source, dtype=dtype)
         for number in range(versions):
             await engine.create(f"m{number}", LoraSpec(rank=4, seed=number))
             await engine.capture(f"m{number}", f"v{number}")
@@ -151,7 +156,8 @@ def decoding_counts(source: Path, sequences: int, versions: int, steps: int = 8,
         short, long = totals
         return stand_in.Counts(long.launches - short.launches, long.reads - short.reads, long.uploads - short.uploads)
 
-    return asyncio.run(work())
+    with grouped_products_on_device():
+        return asyncio.run(work())
 
 
 def prefill_counts(source: Path, conversations: int) -> stand_in.Counts:
@@ -198,6 +204,13 @@ def paged_decoding_counts(
         patch.object(DecodeStep, "_compute", counted),
     ):
         return decoding_counts(source, sequences, versions, **settings), within, steps
+
+
+@contextmanager
+def grouped_products_on_device() -> Iterator[None]:
+    """Grouped products of bfloat16 on the stand-in device."""
+    with patch.object(grouped_adapters, "has_grouped_products", lambda weights: weights.dtype == torch.bfloat16):
+        yield
 
 
 @contextmanager

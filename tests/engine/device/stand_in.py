@@ -131,6 +131,15 @@ class DeviceTensor(Tensor):
     def __torch_dispatch__(cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(operator, args, kwargs or {})
 
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, values: DeviceTensor) -> None:
+        torch._C.TensorBase.data.__set__(self, values)
+        self.content = values.content
+
     def __repr__(self, **_: Any) -> str:
         return f"{NAME}({self.content!r})"
 

@@ -15,6 +15,7 @@ from tests.engine.device import programs
 MICRO_BATCH, DECODING_STEP = 4, 2
 """Waits at most."""
 STEPS = 8
+NUMBER_OF_EXPERTS = {"qwen3_moe": "num_experts", "deepseek_v3": "n_routed_experts"}
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +75,15 @@ def test_step_over_pages_is_the_same_for_any_adapters(stand_in: Any, llama: Path
     )
     assert steps == same
     assert few.launches == many.launches
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+def test_mixtures_wait_as_rarely(stand_in: Any, kind: str, tmp_path: Path):
+    few, many = (save_tiny(kind, tmp_path / str(count), **{NUMBER_OF_EXPERTS[kind]: count}) for count in (8, 32))
+    trained = [
+        stand_in(programs.training_counts, folder, (9, 30), 3, "ppo", dtype="bfloat16") for folder in (few, many)
+    ]
+    assert trained[0].launches == trained[1].launches
+    assert trained[1].reads.total() <= MICRO_BATCH, trained[1].reads
+    sampled = stand_in(programs.decoding_counts, many, 5, 3, STEPS, "bfloat16")
+    assert sampled.reads.total() <= DECODING_STEP * STEPS, sampled.reads

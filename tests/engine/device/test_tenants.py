@@ -48,3 +48,17 @@ def test_same_tenants_upload_nothing_again(stand_in: Any):
     assert first[2] == 1
     assert second[2] == 0
     assert second[0] < first[0]
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_experts_cost_the_same_whatever_their_number(stand_in: Any, separate: bool):
+    few, many = (stand_in(tenants.counts_of_experts, *numbers, separate=separate) for numbers in ((4, 2), (32, 20)))
+    assert few.launches == many.launches
+    assert few.reads.total() == many.reads.total() == 0
+    assert many.uploads.total() == few.uploads.total() <= 2
+
+
+def test_tokens_without_adapter_are_a_group_of_experts(stand_in: Any):
+    some, many = (stand_in(tenants.counts_of_experts, 4, 2, before=before) for before in (3, 60))
+    assert some.reads.total() == 0
+    assert some.launches == many.launches

@@ -3,68 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair, PlacedAdapter
-from tinsmith.engine.lora.experts import ExpertStack, expert_outputs
-from tinsmith.engine.lora.linear import ActiveAdapters
-from tinsmith.engine.lora.targets import expert_target
+from tests.engine.lora.expert_stacks import HIDDEN, adapter_of, routing_of, stack_of, using
+from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
+from tinsmith.engine.lora.experts.install import expert_outputs
+from tinsmith.engine.lora.experts.stack import ExpertStack
 from tinsmith.engine.model.support import is_expert_stack
-
-HIDDEN, WIDTH = 12, 10
-
-KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "qwen3_moe": (Qwen3MoeExperts, {"moe_intermediate_size": WIDTH}),
-    "gpt_oss": (GptOssExperts, {"intermediate_size": WIDTH}),
-    "nemotron_h": (NemotronHExperts, {"moe_intermediate_size": WIDTH, "mlp_hidden_act": "relu2"}),
-}
-
-
-def _stack(kind: str, experts: int, dtype: torch.dtype = torch.float64) -> ExpertStack:
-    cls, keys = KINDS[kind]
-    names = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), experts)
-    settings = {"hidden_size": HIDDEN, "num_experts_per_tok": 1, **names, **keys}
-    config = CONFIG_MAPPING[kind](**settings)
-    config._experts_implementation = "eager"
-    module = cls(config).to(dtype).requires_grad_(False)
-    draw = torch.Generator().manual_seed(experts)
-    for _, parameter in sorted(module.named_parameters()):
-        parameter.copy_(torch.randn(parameter.shape, generator=draw, dtype=dtype) * 0.5)
-    assert is_expert_stack(module)
-    stack = ExpertStack(module, "mlp.experts", ActiveAdapters())
-    module.__dict__["stack"] = stack
-    return stack
-
-
-def _using(stack: ExpertStack, placed: Sequence[PlacedAdapter]) -> AbstractContextManager[None]:
-    assert isinstance(stack.active, ActiveAdapters)
-    return stack.active.using(placed)
-
-
-def _adapter(stack: ExpertStack, rank: int, seed: int, dtype: torch.dtype = torch.float64) -> AdapterWeights:
-    draw = torch.Generator().manual_seed(seed)
-    pairs, gradients = {}, {}
-    for site in expert_target("mlp.experts", stack.module).sites:
-        name, shapes = site.name, site.shapes(rank)
-        pairs[name] = LoraPair(*(torch.randn(shape, generator=draw, dtype=dtype) * 0.3 for shape in shapes))
-        gradients[name] = LoraPair(*(torch.zeros(shape, dtype=dtype) for shape in shapes))
-    return AdapterWeights(32 / rank / 8, pairs, gradients)
-
-
-def _routing(tokens: int, experts: int, k: int, skipped: int = 0) -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(tokens)
-    scores = torch.rand(tokens, experts - skipped, generator=draw, dtype=torch.float64)
-    weights, index = scores.topk(k)
-    return index, weights
 
 
 def _merged(
@@ -88,15 +36,15 @@ CASES = [("qwen3_moe", 7, 3), ("gpt_oss", 7, 3), ("nemotron_h", 7, 3), ("qwen3_m
 
 @pytest.mark.parametrize(("kind", "experts", "k"), CASES)
 def test_outputs_and_gradients_equal_merged_weights(kind: str, experts: int, k: int) -> None:
-    stack = _stack(kind, experts)
+    stack = stack_of(kind, experts)
     tokens, skipped = 23, 2 if experts > k else 0
-    index, weights = _routing(tokens, experts, k, skipped)
-    adapters = [_adapter(stack, 4, 1), _adapter(stack, 9, 2)]
+    index, weights = routing_of(tokens, experts, k, skipped)
+    adapters = [adapter_of(stack, 4, 1), adapter_of(stack, 9, 2)]
     spans = [(adapters[0], 0, 9), (adapters[1], 11, 23)]
     draw = torch.Generator().manual_seed(5)
     hidden, grad = (torch.randn(tokens, HIDDEN, generator=draw, dtype=torch.float64) for _ in range(2))
     inputs = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
-    with _using(stack, spans):
+    with using(stack, spans):
         output = expert_outputs(stack.module, inputs[0], index, inputs[1])
         output.backward(grad)
     leaves = [p for adapter in adapters for pair in adapter.pairs.values() for p in (pair.a, pair.b)]
@@ -121,23 +69,23 @@ def test_outputs_and_gradients_equal_merged_weights(kind: str, experts: int, k: 
 @pytest.mark.parametrize("tokens", [1, 2, 40])
 def test_sampling_computes_what_training_computes(tokens: int) -> None:
     """One token, and many, so that both forms of an adapter's products are used."""
-    stack = _stack("qwen3_moe", 7)
-    index, weights = _routing(tokens, 7, 3)
-    adapter = _adapter(stack, 4, 1)
+    stack = stack_of("qwen3_moe", 7)
+    index, weights = routing_of(tokens, 7, 3)
+    adapter = adapter_of(stack, 4, 1)
     hidden = torch.randn(tokens, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    with _using(stack, [(adapter, 0, tokens)]), torch.no_grad():
+    with using(stack, [(adapter, 0, tokens)]), torch.no_grad():
         output = expert_outputs(stack.module, hidden, index, weights)
     torch.testing.assert_close(output, _merged(stack, hidden, index, weights, adapter), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_adapter_changes_no_bit_of_another(dtype: torch.dtype) -> None:
-    stack = _stack("qwen3_moe", 7, dtype)
-    index, weights = _routing(24, 7, 3)
+    stack = stack_of("qwen3_moe", 7, dtype)
+    index, weights = routing_of(24, 7, 3)
     hidden = torch.randn(24, HIDDEN, generator=torch.Generator().manual_seed(5)).to(dtype)
     results = []
     for value in (0.1, float("nan")):
-        ours, other = _adapter(stack, 4, 1, dtype), _adapter(stack, 9, 2, dtype)
+        ours, other = adapter_of(stack, 4, 1, dtype), adapter_of(stack, 9, 2, dtype)
         for pair in other.pairs.values():
             pair.a.fill_(value)
         results.append(_run(stack, hidden, index, weights.to(dtype), [(ours, 0, 12), (other, 12, 24)]))
@@ -151,7 +99,7 @@ def _run(
 ) -> list[Tensor]:
     """The output, and all that belongs to the first adapter: its rows, their gradients, its gradients."""
     leaf = hidden.clone().requires_grad_()
-    with _using(stack, placed):
+    with using(stack, placed):
         output = expert_outputs(stack.module, leaf, index, weights)
         output.backward(torch.ones_like(output))
     first, start, stop = placed[0]

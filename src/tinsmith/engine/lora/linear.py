@@ -30,8 +30,10 @@ from transformers.pytorch_utils import Conv1D
 from typing_extensions import override
 
 from tinsmith.engine.base import LoraSpec
-from tinsmith.engine.lora import experts, grouped_adapters, targets
+from tinsmith.engine.lora import grouped_adapters, targets
 from tinsmith.engine.lora.adapter import AdapterLayout, AdapterSite, AdapterWeights, PlacedAdapter
+from tinsmith.engine.lora.experts.install import install as install_experts
+from tinsmith.engine.lora.experts.stack import stack_of
 from tinsmith.engine.lora.grouped_adapters import Stacks
 from tinsmith.engine.lora.matmul import FrozenLinear
 from tinsmith.engine.lora.quantized_linear import DecodedLinear, QuantizedLinear, frozen_linear
@@ -120,7 +122,7 @@ def adapt(base: BaseModel) -> ActiveAdapters:
             parent, _, leaf = target.name.rpartition(".")
             module: Any = base.model.get_submodule(target.name)
             setattr(base.model.get_submodule(parent), leaf, LoraLinear(module, target, active))
-    experts.install(base.model, active)
+    install_experts(base.model, active)
     return active
 
 
@@ -146,7 +148,7 @@ def _targets(model: nn.Module) -> Iterator[targets.Target]:
         if isinstance(module, LoraLinear):
             yield module.target
         elif is_expert_stack(module):
-            yield targets.expert_target(experts.stack_of(module).name, module)
+            yield targets.expert_target(stack_of(module).name, module)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Adapters whose experts have both matrices of their own, as PEFT trains them.
 
-Each product has one row for each pair of a token and an expert; some of those in `experts` have one for each token:
+Each product has one row for each pair of a token and an expert; some of those in `loops` have one for each token:
 
     g_e = G_e x + s B1_e A1_e x     u_e = U_e x + s B3_e A3_e x     y = sum_e w_e (D_e h_e + s B2_e A2_e h_e)
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.lora.adapter import AdapterWeights
-from tinsmith.engine.lora.expert_pairs import AdapterPairs
+from tinsmith.engine.lora.experts.pairs import AdapterPairs
 
 
 def is_separate(weights: AdapterWeights, down_name: str) -> bool:

@@ -1,157 +1,33 @@
-"""The experts of a mixture with LoRA adapters of many tenants added, forward and backward written by hand.
+"""The experts of a mixture one by one, with their adapters, forward and backward written by hand.
 
-`install` registers one function with transformers, which calls it in place of a model's own experts. For a token x with
-chosen experts e of weights w_e:
-
-    g_e = G_e x + s B1_e A1 x     u_e = U_e x + s B3_e A3 x     h_e = the model's own gate of (g_e, u_e)
-    y = sum_e w_e D_e h_e + s B2 sum_e w_e A2_e h_e
-
-A1, A3 and B2, on the side of the hidden size, are one matrix for all experts; B1, B3 and A2 are one for each. Pairs of
-a token and an expert are sorted by expert and, within an expert, by adapter: the frozen products are one for each
-expert over the tokens of all tenants. The terms of y are added in float32 in the order of the experts' numbers.
+The frozen products are one for each expert over the tokens of all tenants. The terms of a token's output are added in
+float32 in the order of the experts' numbers.
 
 The backward adds the adapters' gradients to their gradient buffers, and returns the gradients of the inputs and of the
-weights w, through which a router's inputs get theirs. `separate_experts` computes adapters of another kind, in which no
-matrix is shared.
+weights w, through which a router's inputs get theirs. `separate` computes adapters of another kind, in which no matrix
+is shared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from typing_extensions import override
 
 from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
-from tinsmith.engine.lora.expert_pairs import AdapterPairs, ExpertPairs, sort_pairs
-from tinsmith.engine.lora.separate_experts import add_gradients, add_products, is_separate
-from tinsmith.engine.model.support import HINT, is_expert_stack
-from tinsmith.errors import Unsupported
-
-IMPLEMENTATION = "tinsmith"
-"""Name of the function in transformers' registry."""
-
-TOLERANCE = 2e-2
-"""Mean error of a stack at load in units of the standard deviation: bfloat16 rounds by 3e-3."""
+from tinsmith.engine.lora.experts.pairs import AdapterPairs, ExpertPairs, sort_pairs
+from tinsmith.engine.lora.experts.separate import add_gradients, add_products, is_separate
+from tinsmith.engine.lora.experts.stack import ExpertStack
 
 
-class Placement(Protocol):
-    """The adapters of the current pass, in the order of their positions."""
-
-    placed: tuple[PlacedAdapter, ...]
-
-
-class ExpertStack:
-    """The experts of one layer: their weights as transformers stores them, and the names of their adapters' sites.
-
-    Reads the module's parameters at each use, because the check at load replaces them for a while.
-    """
-
-    def __init__(self, module: Any, name: str, active: Placement) -> None:
-        self.module, self.name, self.active = module, name, active
-        self.gated, self.biased = bool(module.has_gate), bool(module.has_bias)
-        self.transposed, self.concatenated = bool(module.is_transposed), bool(module.is_concatenated)
-        up = self._up
-        self.count = len(up)
-        self.hidden, wide = (up.shape[1:] if self.transposed else reversed(up.shape[1:])) if up.ndim == 3 else (0, 0)
-        self.width = wide // 2 if self.gated else wide
-
-    @property
-    def up_names(self) -> tuple[str, ...]:
-        """Sites of the products before the gate: gate and up, or up alone."""
-        return (f"{self.name}.w1", f"{self.name}.w3") if self.gated else (f"{self.name}.w1",)
-
-    @property
-    def down_name(self) -> str:
-        return f"{self.name}.w2"
-
-    def up_weight(self, expert: int) -> Tensor:
-        """[in, out] of the product before the gate."""
-        return self._oriented(self._up[expert])
-
-    def down_weight(self, expert: int) -> Tensor:
-        """[in, out] of the product after the gate."""
-        return self._oriented(self.module.down_proj[expert])
-
-    @property
-    def up_bias(self) -> Tensor | None:
-        """[E, out]."""
-        if not self.biased:
-            return None
-        return self.module.gate_up_proj_bias if self.gated else self.module.up_proj_bias
-
-    @property
-    def down_bias(self) -> Tensor | None:
-        return self.module.down_proj_bias if self.biased else None
-
-    def up_views(self, wide: Tensor) -> tuple[Tensor, ...]:
-        """Views of the product before the gate [P, out] by site, in the order of `up_names`."""
-        if not self.gated:
-            return (wide,)
-        return wide.chunk(2, dim=-1) if self.concatenated else (wide[..., ::2], wide[..., 1::2])
-
-    def activate(self, wide: Tensor) -> Tensor:
-        """The model's own gate or activation: [P, out] -> [P, width]."""
-        return self.module._apply_gate(wide) if self.gated else self.module.act_fn(wide)
-
-    @property
-    def _up(self) -> Tensor:
-        return self.module.gate_up_proj if self.gated else self.module.up_proj
-
-    def _oriented(self, matrix: Tensor) -> Tensor:
-        return matrix if self.transposed else matrix.T
-
-
-def install(model: PreTrainedModel, active: Placement) -> list[ExpertStack]:
-    """Compute a model's experts here; returns the stack of each layer with experts, in order.
-
-    Experts that compute more than the formula above, or outside transformers' interface, keep their own code.
-    """
-    modules = [(name, module) for name, module in model.named_modules() if is_expert_stack(module)]
-    if not modules:
-        return []
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, expert_outputs)
-    stacks = []
-    for name, module in modules:
-        stack = ExpertStack(module, name, active)
-        module.__dict__["stack"] = stack  # no child of the module: it holds the module itself
-        stacks.append(stack)
-    _check(stacks)
-    model.set_experts_implementation(IMPLEMENTATION)
-    return stacks
-
-
-@torch.no_grad()
-def _check(stacks: Sequence[ExpertStack]) -> None:
-    """Raises Unsupported unless the first stack of each class computes what the class itself does."""
-    for stack in {type(stack.module): stack for stack in reversed(stacks)}.values():
-        draw, weight = torch.Generator().manual_seed(0), stack.down_weight(0)
-        hidden = torch.randn(4, stack.hidden, generator=draw).to(weight)
-        index = torch.arange(8, device=weight.device).remainder(stack.count).view(4, 2)
-        weights = torch.rand(4, 2, generator=draw).to(weight)
-        expected = stack.module(hidden, index, weights).float()
-        error = (expert_outputs(stack.module, hidden, index, weights).float() - expected).abs().mean() / expected.std()
-        if not error < TOLERANCE:
-            raise Unsupported(f"{type(stack.module).__name__} computes its experts in an unsupported way.", HINT)
-
-
-def stack_of(module: Any) -> ExpertStack:
-    """The stack of an experts module on which `install` has run."""
-    return module.stack  # type: ignore[no-any-return]
-
-
-def expert_outputs(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sums of the chosen experts' outputs: hidden [T, D], expert ids and weights [T, k] -> [T, D].
-
-    The signature of transformers' interface.
-    """
-    stack = stack_of(module)
-    placed = [entry for entry in stack.active.placed if stack.down_name in entry[0].pairs]
+def outputs(
+    hidden: Tensor, weights: Tensor, index: Tensor, stack: ExpertStack, placed: Sequence[PlacedAdapter]
+) -> Tensor:
+    """Weighted sums of the chosen experts' outputs: hidden [T, D], weights and expert ids [T, k] -> [T, D]."""
     if torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad):
         return _ExpertOutputs.apply(hidden, weights, index, stack, placed)  # type: ignore[no-any-return]
     return _forward(hidden, weights, sort_pairs(index, placed), stack).output

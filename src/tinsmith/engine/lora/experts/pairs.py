@@ -90,7 +90,7 @@ class AdapterPairs:
 
     def sum_of_tokens(self, own: Tensor) -> Tensor:
         """Sums over the experts of each token: [P', r] -> [n, r]."""
-        return _ordered_sum(own, self.by_token)
+        return sum_of_rows(own, self.by_token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class ExpertPairs:
 
     def sum_of_tokens(self, rows: Tensor) -> Tensor:
         """Sums over the experts of each token: [P, D] -> [T, D]."""
-        return _ordered_sum(rows, self.by_token)
+        return sum_of_rows(rows, self.by_token)
 
     def unsorted(self, values: Tensor) -> Tensor:
         """[P] in the order of the pairs -> [T, k]."""
@@ -156,7 +156,7 @@ def sort_pairs(index: Tensor, placed: Sequence[PlacedAdapter]) -> ExpertPairs:
         local = tokens[positions] - start
         pairs_of_token = local.argsort(stable=True).view(stop - start, index.shape[1])
         own = tuple(of_owner[number])
-        run_experts = torch.tensor([expert for expert, *_ in own], device=index.device)
+        run_experts = torch.tensor([expert for expert, *_ in own], dtype=torch.int64, device=index.device)
         adapters.append(
             AdapterPairs(
                 weights, slice(start, stop), positions, local, experts[positions], own, pairs_of_token, run_experts
@@ -165,6 +165,6 @@ def sort_pairs(index: Tensor, placed: Sequence[PlacedAdapter]) -> ExpertPairs:
     return ExpertPairs(order, tokens, experts, by_token, tuple(runs), tuple(adapters))
 
 
-def _ordered_sum(rows: Tensor, by_token: Tensor) -> Tensor:
+def sum_of_rows(rows: Tensor, by_token: Tensor) -> Tensor:
     """Sums of rows [P, D] over each row of `by_token` [T, k] -> [T, D], term by term and at least in float32."""
     return torch.nn.functional.embedding_bag(by_token, rows, mode="sum")
