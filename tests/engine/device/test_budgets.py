@@ -77,7 +77,7 @@ def test_step_over_pages_is_the_same_for_any_adapters(stand_in: Any, llama: Path
     assert few.launches == many.launches
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_mixtures_wait_as_rarely(stand_in: Any, kind: str, tmp_path: Path):
     few, many = (save_tiny(kind, tmp_path / str(count), **{NUMBER_OF_EXPERTS[kind]: count}) for count in (8, 32))
     trained = [
