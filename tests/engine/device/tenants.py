@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.engine.device import stand_in
-from tests.engine.lora.expert_stacks import adapter_of, routing_of, stack_of, using
+from tests.engine.lora.experts.stacks import adapter_of, routing_of, stack_of, using
 from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.lora import grouped_adapters
 from tinsmith.engine.lora.adapter import AdapterLayout, AdapterWeights, LoraPair, PlacedAdapter

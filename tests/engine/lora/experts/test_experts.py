@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.lora.expert_stacks import HIDDEN, adapter_of, routing_of, stack_of, using
+from tests.engine.lora.experts.stacks import HIDDEN, adapter_of, routing_of, stack_of, using
 from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
 from tinsmith.engine.lora.experts.install import expert_outputs
 from tinsmith.engine.lora.experts.stack import ExpertStack

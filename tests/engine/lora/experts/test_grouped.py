@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from tests.engine.lora.expert_stacks import KINDS, adapter_of, routing_of, stack_of, using
+from tests.engine.lora.experts.stacks import KINDS, adapter_of, routing_of, stack_of, using
 from tests.engine.lora.test_grouped_adapters import aligned_grouped_mm
 from tinsmith.engine.lora import grouped_adapters
 from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair
