@@ -43,8 +43,8 @@ def fits_pages(base: BaseModel) -> bool:
 
 
 def step_capture(base: BaseModel) -> Capture | None:
-    """How a decoding step becomes a graph; None for models whose steps the host must start: mixtures of experts read on
-    the host which experts have tokens."""
+    """How a decoding step becomes a graph; None for models whose steps the host must start: mixtures of experts copy to
+    the device which adapter a token has, or read on the host which experts have tokens."""
     if base.device.type != "cuda" or any(map(is_expert_stack, base.model.modules())):
         return None
     return cuda_capture()
