@@ -53,15 +53,15 @@ def tinsmith(folder: Path, dtype: str, data: Path, threads: int = 0) -> Iterator
 def stub() -> Iterator[Server]:
     """The stub server, which computes nothing."""
     port = _free_port()
-    with _running([sys.executable, "-m", "benchmarks.stub_server", str(port)], port, "/openapi.json") as server:
+    with _running([sys.executable, "-m", "benchmarks.stub_server", str(port)], port, "/polls") as server:
         yield server
 
 
 @contextmanager
-def timed_service(data: Path, frontends: int = 0) -> Iterator[Server]:
+def timed_service(data: Path) -> Iterator[Server]:
     """The service with TimedEngine."""
     port = _free_port()
-    command = [sys.executable, "-m", "benchmarks.timed_service", str(port), str(data), str(frontends)]
+    command = [sys.executable, "-m", "benchmarks.timed_service", str(port), str(data)]
     with _running(command, port, "/api/v1/healthz") as server:
         yield server
 

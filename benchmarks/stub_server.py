@@ -14,7 +14,10 @@ from typing import Any
 
 import numpy as np
 import uvicorn
-from fastapi import FastAPI, Request, Response
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from tinsmith.engine.base import SampledSequence, SampleResult
 from tinsmith.service.wire.protobuf import encode_sampled
@@ -89,19 +92,18 @@ class Stub:
         self._news.set()
 
 
-def app() -> FastAPI:
+def app() -> Starlette:
     """The stub as an HTTP application."""
-    api, stub = FastAPI(), Stub()
+    stub = Stub()
 
-    @api.post("/api/v1/{name:path}", response_model=None)
-    async def post(name: str, request: Request) -> Response | dict[str, Any]:
-        return await stub.answer(name, request)
+    async def post(request: Request) -> Response:
+        answer = await stub.answer(request.path_params["name"], request)
+        return answer if isinstance(answer, Response) else JSONResponse(answer)
 
-    @api.get("/polls")
-    async def polls() -> int:
-        return stub.polls
+    async def polls(_request: Request) -> Response:
+        return JSONResponse(stub.polls)
 
-    return api
+    return Starlette(routes=[Route("/api/v1/{name:path}", post, methods=["POST"]), Route("/polls", polls)])
 
 
 if __name__ == "__main__":

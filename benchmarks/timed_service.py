@@ -1,6 +1,6 @@
 """A service whose samples take a given time and report their end.
 
-`python -m benchmarks.timed_service PORT FOLDER [FRONTENDS]`.
+`python -m benchmarks.timed_service PORT FOLDER`.
 
 `max_tokens` of a request is the number of milliseconds that its sample takes; 1 means none. The two tokens of a sample
 are the time at which the engine ended it, in seconds and microseconds since 1970. Passes compute nothing. Everything
@@ -57,6 +57,6 @@ async def start(config: EngineConfig) -> RunningEngine:
 
 
 if __name__ == "__main__":
-    port, folder, frontends = int(sys.argv[1]), Path(sys.argv[2]), int((*sys.argv, "0")[3])
-    config = ServeConfig(models=("timed",), engine="fake", port=port, data=folder, api_key=KEY, frontends=frontends)
+    port, folder = int(sys.argv[1]), Path(sys.argv[2])
+    config = ServeConfig(models=("timed",), engine="fake", port=port, data=folder, api_key=KEY)
     serve(config, start=start)

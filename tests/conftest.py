@@ -37,7 +37,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["sqlite", "postgresql"],
         help="database of all service tests; by default SQLite, and both in tests of the database itself",
     )
-    parser.addoption("--frontends", type=int, default=0, help="HTTP front ends of the services of all tests")
     faults = parser.getgroup("faults", "the long tests of make test-faults")
     faults.addoption("--faults", type=int, default=1600, help="faults of the long run: about two of three are kills")
     faults.addoption("--cuts", type=int, default=400, help="power cuts that are tried")

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from benchmarks.scale.frontends import PASSES, RESULTS, SAMPLES, STEP, divided, measured
 
 from benchmarks.scale.cell import Plan, run_plan
 from benchmarks.scale.check import in_simulation
 from benchmarks.scale.clock import now, simulate
-from benchmarks.scale.frontends import PASSES, RESULTS, SAMPLES, STEP, divided, measured
 from benchmarks.scale.hardware import Hardware
 from benchmarks.scale.replicas import Turn, ratios
 from benchmarks.scale.samplers import BlockCache

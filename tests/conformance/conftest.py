@@ -42,8 +42,7 @@ def world(
         yield connected(url, pytestconfig.getoption("--key"), pytestconfig.getoption("--model"))
         return
     data = tmp_path_factory.mktemp("conformance")
-    count = int(pytestconfig.getoption("--frontends") or 0)
-    config = ServeConfig(models=(f"tiny={tiny('llama')}",), engine="fake", data=data, frontends=count)
+    config = ServeConfig(models=(f"tiny={tiny('llama')}",), engine="fake", data=data)
     with embedded(config) as (url, key):
         yield connected(url, key, "tiny", is_ours=True)
 

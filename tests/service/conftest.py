@@ -20,7 +20,6 @@ import tinker
 from tinker import types
 
 from tests.service.support.databases import SERVER, postgres, url_of
-from tests.service.support.frontends import COUNT, frontends
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
@@ -58,15 +57,6 @@ def database(request: pytest.FixtureRequest) -> Iterator[str]:
         yield kind
 
 
-@pytest.fixture(scope="session", autouse=True)
-def chosen_frontends(pytestconfig: pytest.Config) -> Iterator[None]:
-    """The services of the session have the front ends of `--frontends`."""
-    with pytest.MonkeyPatch.context() as patch:
-        if chosen := pytestconfig.getoption("--frontends"):
-            patch.setenv(COUNT, str(chosen))
-        yield
-
-
 @dataclass(frozen=True, slots=True)
 class Served:
     """A running service: address, key and data folder."""
@@ -98,7 +88,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, database: str) -> Iterator[
     """A service with a fake engine: models `toy`, `alias` (the same source) and `other/model`."""
     data = tmp_path_factory.mktemp("served")
     models = ("toy", "alias=toy", "other/model=else")
-    config = ServeConfig(models=models, engine="fake", data=data, database=url_of(data), frontends=frontends())
+    config = ServeConfig(models=models, engine="fake", data=data, database=url_of(data))
     with embedded(config) as (url, key):
         yield Served(url, key, data)
 
@@ -109,7 +99,7 @@ def served_by(engine: str, tiny_llama: Path, data: Path) -> Iterator[Served]:
     source, device = "toy", {}
     if engine == "torch":
         source, device = f"toy={tiny_llama}", {"dtype": "float32", "threads": 1}
-    options = {"engine": engine, "frontends": frontends(), **device}
+    options = {"engine": engine, **device}
     with embedded(ServeConfig(models=(source,), data=data, **options)) as (url, key):
         yield Served(url, key, data)
 

@@ -1,15 +1,13 @@
 """Tenant isolation: two tenants send each other's ids to every route.
 
-Routes are read from the routers, so a new route fails here until it has a line in CASES. Each request is sent twice,
+Routes are read from the app, so a new route fails here until it has a line in CASES. Each request is sent twice,
 with ids of another tenant and with ids that do not exist; the responses must be equal except for the ids.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
-import pkgutil
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,10 +16,8 @@ from pathlib import Path
 
 import pytest
 
-import tinsmith.service.routes
 from tests.service.support.inprocess import Api, api, loss_in, pass_body
-from tinsmith.service.openai import routes as openai
-from tinsmith.service.routes import admin, health
+from tinsmith.service.app import endpoints
 from tinsmith.service.storage.records import Checkpoint, CustomLoss, Model, SamplingSession, Session
 
 SECRET = "opensesame"
@@ -223,22 +219,11 @@ CASES = {
 
 def routes() -> list[str]:
     """METHOD /path of every route; /api/v1 is left out."""
-    modules = [
-        importlib.import_module(f"tinsmith.service.routes.{module.name}")
-        for module in pkgutil.iter_modules(tinsmith.service.routes.__path__)
-    ]
-    routers = [("", vars(module)["router"]) for module in modules]
-    routers += [
-        ("", admin.metrics_router),
-        ("", health.probe_router),
-        ("/v1", openai.router),
-        ("/inference/v1", openai.generate_router),
-    ]
     return [
-        f"{method} {prefix}{route.path}"
-        for prefix, router in routers
-        for route in router.routes
-        for method in route.methods
+        f"{method} {prefix.removeprefix('/api/v1')}{endpoint.path}"
+        for prefix, endpoint in endpoints()
+        if prefix != "/oai/api/v1"  # the routes of /v1
+        for method in endpoint.methods
     ]
 
 

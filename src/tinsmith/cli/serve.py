@@ -41,7 +41,6 @@ def serve(
     model: Annotated[tuple[str, ...] | None, option("models", negative="", consume_multiple=False)] = None,
     host: Annotated[str | None, option("host")] = None,
     port: Annotated[int | None, option("port")] = None,
-    frontends: Annotated[int | None, option("frontends")] = None,
     data: Annotated[Path | None, option("data")] = None,
     database: Annotated[str | None, option("database")] = None,
     api_key: Annotated[str | None, option("api_key")] = None,
@@ -69,7 +68,7 @@ def serve(
     from tinsmith.service.server import serve as serve_until_signal
 
     options = {
-        "models": model, "host": host, "port": port, "frontends": frontends, "data": data, "database": database,
+        "models": model, "host": host, "port": port, "data": data, "database": database,
         "store": store, "api_key": api_key, "deterministic": deterministic,
         "dtype": dtype, "device": device, "threads": threads, "sharing": sharing, "sampler": sampler,
         "recompute": recompute, "log_format": log_format,

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 log = logging.getLogger(__name__)
 
 LARGE_BYTES = 64 * 2**10
-"""Bytes from which parsing a body takes longer than the way to a thread and back."""
+"""Bytes from which decoding a body takes longer than the way to a thread or a process and back."""
 
 RESTART_DELAY_S = 1
 

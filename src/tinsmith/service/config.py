@@ -39,10 +39,6 @@ class ServeConfig(EngineOptions):
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on; 0 picks a free one."""
 
-    frontends: int = Field(default=0, ge=0, le=64)
-    """HTTP processes in front of the server process: they hold the clients' connections, read requests and decode large
-    bodies (docs/guides/cluster.md). 0: the server process does this itself."""
-
     data: Path = Path.home() / ".tinsmith"
     """Data folder: database, checkpoints, journal and API key."""
 

@@ -32,15 +32,14 @@ from tinsmith.service.budgets.versions import VersionLimits
 from tinsmith.service.checkpoints import CheckpointCopies, Checkpoints
 from tinsmith.service.concurrency import restart_on_error
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.dependencies import Service, server_key
+from tinsmith.service.drain import Drain
 from tinsmith.service.engines.clusters import engine_factory, transfer_of
 from tinsmith.service.engines.host import EngineFactory, EngineHost, starting_after
 from tinsmith.service.engines.queue_view import QueueEntry
-from tinsmith.service.frontends.serving import Shutdown, http_server, listen
+from tinsmith.service.http.serving import HttpServer, Shutdown, listen
 from tinsmith.service.limits.bodies import LargeBodies
-from tinsmith.service.limits.connections import AddressCounts
-from tinsmith.service.limits.parsing import Parsers
-from tinsmith.service.middleware import Drain
+from tinsmith.service.limits.connections import Connections
+from tinsmith.service.limits.decoders import Decoders
 from tinsmith.service.observability.audit import AuditLog
 from tinsmith.service.observability.event_loop import limit_collections, measure_delays
 from tinsmith.service.observability.logs import configure_logging
@@ -60,6 +59,7 @@ from tinsmith.service.results.futures import Futures
 from tinsmith.service.results.result_files import ResultFiles
 from tinsmith.service.results.unfinished_samples import UnfinishedSamples
 from tinsmith.service.sampling import Sampling
+from tinsmith.service.service import Service, server_key
 from tinsmith.service.sessions import SessionCleanup, Sessions
 from tinsmith.service.storage.folder_lock import lock_folder
 from tinsmith.service.storage.object_copies import ObjectCopies, open_objects
@@ -101,11 +101,11 @@ def serve(
 
 
 async def _serve(config: ServeConfig, start: EngineFactory, on_ready: Callable[[str, str], None] | None) -> None:
-    listener = await listen(config)
+    listener = listen(config)
     url = f"http://{config.host}:{listener.getsockname()[1]}"
     loaded: asyncio.Future[TinsmithError | None] = asyncio.get_running_loop().create_future()
     async with run_service(config, start, loaded.set_result) as service:
-        server, systemd = http_server(create_app(service), service), Notifier()
+        server, systemd = HttpServer(create_app(service), service.connections), Notifier()
         shutdown = Shutdown(service, server, systemd)
 
         def announce(outcome: asyncio.Future[TinsmithError | None]) -> None:
@@ -123,7 +123,7 @@ async def _serve(config: ServeConfig, start: EngineFactory, on_ready: Callable[[
         log.info("Loading %s; listening on %s", ", ".join(config.sources()), url)
         loaded.add_done_callback(announce)
         watchdog = asyncio.create_task(systemd.run())
-        await server.serve(listener)
+        await server.serve([listener])
         watchdog.cancel()
     if loaded.done() and not loaded.cancelled() and (error := loaded.result()) is not None:
         raise error
@@ -172,7 +172,8 @@ def _assemble(
         )
 
     workers = (base_models := BaseModels(store, config.data, make_worker)).workers
-    connections, bodies = AddressCounts(config.connections_per_address), LargeBodies()
+    bodies = LargeBodies()
+    connections = Connections(config.connections_per_address, config.request_timeout_s)
     gauges = partial(
         _gauges, store, workers, disk, journal, connections, bodies, futures, lambda host: sampling.queue(host)
     )
@@ -206,7 +207,7 @@ def _assemble(
         tokenizers=TokenizerCache(),
         connections=connections,
         bodies=bodies,
-        parsers=Parsers(),
+        decoders=Decoders(),
         base_models=base_models,
     )
 
@@ -238,7 +239,7 @@ def _gauges(
     workers: Mapping[str, Worker],
     disk: DiskMonitor,
     journal: Journal,
-    connections: AddressCounts,
+    connections: Connections,
     bodies: LargeBodies,
     futures: Futures,
     samples: Callable[[EngineHost], list[QueueEntry]],
@@ -310,7 +311,7 @@ async def _running(service: Service, on_loaded: OnLoaded) -> AsyncIterator[None]
     finally:
         service.futures.wake_waiters()
         await service.sampling.close()
-        await asyncio.to_thread(service.parsers.close)
+        await asyncio.to_thread(service.decoders.close)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

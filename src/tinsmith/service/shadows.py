@@ -13,7 +13,7 @@ from typing import Any
 
 from tinsmith.errors import BadRequest
 from tinsmith.service.checkpoints import LIVE
-from tinsmith.service.dependencies import Service
+from tinsmith.service.service import Service
 from tinsmith.service.storage.records import Model, Shadow
 
 TTL_S = 600.0

@@ -22,7 +22,7 @@ from tinsmith.engine.config import EngineConfig
 from tinsmith.errors import EngineDied
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.engines.host import RunningEngine, start_engine
-from tinsmith.service.frontends.serving import DRAIN_S
+from tinsmith.service.http.serving import DRAIN_S
 
 KEY = {"X-API-Key": "tml-x"}
 HOLD_S = 44.0

@@ -24,7 +24,6 @@ from tinsmith.service.limits.connections import (
     HEADER_BYTES,
     HEADERS,
     PIPELINED,
-    AddressCounts,
     BoundedProtocol,
     Connections,
 )
@@ -241,7 +240,7 @@ async def _count(port: int, requests: int) -> list[int]:
 
 @pytest.mark.parametrize(("address", "refused"), [("127.0.0.1", 0), ("203.0.113.7", 2)])
 def test_connections_of_an_address_are_limited(monkeypatch: pytest.MonkeyPatch, address: str, refused: int) -> None:
-    """Fails without the refusal in `AddressCounts.add`. Clients get another address: tests have only loopback."""
+    """Fails without the refusal in `Connections.add`. Clients get another address: tests have only loopback."""
     monkeypatch.setattr("uvicorn.protocols.http.httptools_impl.get_remote_addr", lambda transport: (address, 1))
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -249,8 +248,8 @@ def test_connections_of_an_address_are_limited(monkeypatch: pytest.MonkeyPatch, 
         await send({"type": "http.response.body"})
 
     async def main() -> None:
-        counts = AddressCounts(4)
-        protocol: Any = partial(BoundedProtocol, connections=Connections(counts, 60))
+        connections = Connections(4, 60)
+        protocol: Any = partial(BoundedProtocol, connections=connections)
         config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             server = uvicorn.Server(config)
@@ -258,7 +257,7 @@ def test_connections_of_an_address_are_limited(monkeypatch: pytest.MonkeyPatch, 
             await until(lambda: server.started)
             for _ in range(2):  # closed connections no longer count
                 assert await _count(listener.getsockname()[1], 6) == [200] * (6 - refused) + [429] * refused
-                await until(lambda: not len(counts))
+                await until(lambda: not len(connections))
             server.should_exit = True
             await serving
 

@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.models import CHATML
-from tests.service.support import openapi
 from tests.service.support.answers import fault_of
 from tests.service.support.any_json import ANY_JSON, ANY_TEXT, DEEP, HUGE, Raw, changed, encode
 from tests.tokenizers import save
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
+from tools.reference import openapi
 
 MODEL = "spm"
 FEW = settings(
@@ -109,7 +109,7 @@ def bodies() -> list[tuple[str, dict[str, Any]]]:
     """Path and fields with ids of each route with a JSON body; a session that has ended would end the test."""
     ids = ("session_id", "model_id", "sampling_session_id", "base_model", "model")
     listed = []
-    for path, kind in openapi.bodies():
+    for path, kind in openapi.body_models():
         more = next((fields for end, fields in VALID.items() if path.endswith(end)), {})
         if not path.endswith("/finish"):
             listed.append((path, {**{name: name for name in kind.model_fields if name in ids}, **more}))
@@ -144,7 +144,7 @@ def test_changed_bodies_are_answered_in_form(service: Service, path: str, fields
 def all_routes() -> list[tuple[str, str]]:
     return [
         (method.upper(), path)
-        for path, operations in openapi.paths().items()
+        for path, operations in openapi.schema()["paths"].items()
         for method in operations
         if not path.endswith(("/finish", "/end")) and "auth/apikey" not in path
     ]

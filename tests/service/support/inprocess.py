@@ -1,14 +1,13 @@
 """The API in the process and event loop of a test, with fake engines that the test can delay or kill.
 
-`api` runs a service and gives an `Api` for raw calls: without a port, or over HTTP through front ends. `Factory` starts
-its engines; `pass_body` and `loss_in` encode and decode a forward_backward.
+`api` runs a service and gives an `Api` for raw calls, without a port or over HTTP. `Factory` starts its engines;
+`pass_body` and `loss_in` encode and decode a forward_backward.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,18 +16,16 @@ from typing import Any
 import httpx
 
 from tests.service.support.databases import url_of
-from tests.service.support.frontends import frontends
 from tinsmith.engine.base import AdamParams, OnDelta, Pass, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.errors import EngineDied
 from tinsmith.service.app import create_app
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.dependencies import Service
 from tinsmith.service.engines.host import EngineFactory, RunningEngine
-from tinsmith.service.frontends.messages import FrontendSettings
-from tinsmith.service.frontends.pool import FrontendPool
+from tinsmith.service.http.serving import HttpServer, listen
 from tinsmith.service.server import run_service
+from tinsmith.service.service import Service
 from tinsmith.service.tenancy.keys import create_key
 
 KEY = "tml-test"
@@ -104,21 +101,18 @@ class Factory:
 
 
 class Api:
-    """Raw calls to the app with the key of the server or of a tenant; `pool` are its front ends."""
+    """Raw calls to the app with the key of the server or of a tenant."""
 
-    def __init__(
-        self, http: httpx.AsyncClient, service: Service, key: str | None = None, pool: FrontendPool | None = None
-    ) -> None:
+    def __init__(self, http: httpx.AsyncClient, service: Service, key: str | None = None) -> None:
         self.http = http
         self.service = service
-        self.pool = pool
         self._headers = {"X-API-Key": key} if key else {}
 
     async def tenant(self, name: str, owner: str | None = None) -> Api:
         """The same service with a new key of another tenant."""
         key, _ = await create_key(self.service.store.database, name, owner or name)
         await self.service.tenants.reload()
-        return Api(self.http, self.service, key, self.pool)
+        return Api(self.http, self.service, key)
 
     async def post(self, path: str, body: object) -> httpx.Response:
         return await self.send("POST", f"/api/v1/{path}", body)
@@ -154,36 +148,43 @@ class Api:
 
 
 @asynccontextmanager
-async def api(data: Path, start: EngineFactory | None = None, **config) -> AsyncIterator[Api]:
+async def api(
+    data: Path, start: EngineFactory | None = None, *, over_http: bool = False, **config
+) -> AsyncIterator[Api]:
     """A running service on a data folder, after its engines have started."""
-    config = {"engine": "fake", "models": ("toy",), "hold_s": 5.0, "database": url_of(data), "api_key": KEY, **config}
-    config.setdefault("frontends", frontends())
+    config = {
+        "engine": "fake",
+        "models": ("toy",),
+        "hold_s": 5.0,
+        "database": url_of(data),
+        "api_key": KEY,
+        "port": 0,
+        **config,
+    }
     settings = ServeConfig(data=data, **config)
     loaded = asyncio.Event()
     async with run_service(settings, start or Factory(), lambda error: loaded.set()) as service:
         await loaded.wait()
         options: dict[str, Any] = {"headers": {"X-API-Key": KEY}, "timeout": 120}
-        if not settings.frontends:
+        if not over_http:
             transport = httpx.ASGITransport(create_app(service))
             async with httpx.AsyncClient(transport=transport, base_url="http://t", **options) as http:
                 yield Api(http, service)
             return
-        async with running_pool(service) as (pool, url), httpx.AsyncClient(base_url=url, **options) as http:
-            yield Api(http, service, pool=pool)
+        async with served_port(service) as url, httpx.AsyncClient(base_url=url, **options) as http:
+            yield Api(http, service)
 
 
 @asynccontextmanager
-async def running_pool(service: Service) -> AsyncIterator[tuple[FrontendPool, str]]:
-    """The front ends of a service that runs here, and their URL."""
-    settings = FrontendSettings(service.config.request_timeout_s, "text", "info")
-    pool = FrontendPool(create_app(service), service.connections, service.config.frontends, settings)
-    listener = socket.create_server(("127.0.0.1", 0))
-    serving = asyncio.create_task(pool.serve(listener, 1.0))
+async def served_port(service: Service) -> AsyncIterator[str]:
+    """The URL of a service that runs here, on a port of its own."""
+    listener, server = listen(service.config), HttpServer(create_app(service), service.connections)
+    serving = asyncio.create_task(server.serve([listener]))
     try:
-        yield pool, f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         service.futures.wake_waiters()
-        pool.stop()
+        server.stop()
         await serving
 
 

@@ -21,14 +21,13 @@ import httpx
 
 from tests.service.support.databases import free_port as free_port
 from tests.service.support.databases import url_of
-from tests.service.support.frontends import frontends
 from tinsmith.engine.base import AdamParams, OnDelta, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.engine.processes.client import start_local
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.engines.host import EngineFactory, RunningEngine
-from tinsmith.service.frontends import serving
+from tinsmith.service.http import serving
 from tinsmith.service.results.futures import Futures
 from tinsmith.service.server import serve
 
@@ -170,8 +169,7 @@ def child(
         sign.unlink(missing_ok=True)
     if held:
         signs.held.touch()
-    changes = {"database": config.database or url_of(config.data), "frontends": config.frontends or frontends()}
-    config = config.model_copy(update=changes)
+    config = config.model_copy(update={"database": config.database or url_of(config.data)})
     with (config.data / "log").open("ab") as log:
         popen = subprocess.Popen(
             [sys.executable, "-m", __name__], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log

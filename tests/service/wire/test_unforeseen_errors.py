@@ -6,22 +6,21 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.service.support.answers import fault_of
-from tests.service.support.inprocess import Api, api
+from tests.service.support.inprocess import api
 from tinsmith.chat.errors import as_tinsmith_error
 from tinsmith.chat.strict_json import encode_json
 from tinsmith.errors import BadRequest, InternalError, TinsmithError
-from tinsmith.service.dependencies import Service
-from tinsmith.service.limits.parsing import LARGE_BYTES, Parsers
+from tinsmith.service.concurrency import LARGE_BYTES
+from tinsmith.service.limits.decoders import Decoders
 from tinsmith.service.observability.metrics import Telemetry
 from tinsmith.service.openai import responses_api, routes
+from tinsmith.service.service import Service
 from tinsmith.service.wire.errors import is_openai_path
 
 SAY = {"model": "toy", "prompt": "ab", "max_tokens": 3}
@@ -47,12 +46,6 @@ def check_logged(text: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
 
 
-@asynccontextmanager
-async def running(data: Path) -> AsyncIterator[Api]:
-    async with api(data, frontends=0) as app:
-        yield app
-
-
 @pytest.mark.parametrize("fault", [fail, panic])
 @pytest.mark.parametrize(
     ("method", "path"),
@@ -60,7 +53,7 @@ async def running(data: Path) -> AsyncIterator[Api]:
         ("POST", "/v1/completions"),
         ("GET", "/v1/models"),
         ("POST", "/inference/v1/generate"),
-        ("POST", "/api/v1/asample"),  # answered by a middleware
+        ("POST", "/api/v1/asample"),
         ("POST", "/api/v1/create_session"),
         ("GET", "/api/v1/training_runs"),
     ],
@@ -74,7 +67,7 @@ def test_fault_of_a_dependency_is_answered_in_form(
     fault: Any,
 ) -> None:
     async def main() -> None:
-        async with running(tmp_path) as app:
+        async with api(tmp_path) as app:
             monkeypatch.setattr(Service, "authenticate", fault)
             answer = await app.send(method, path, SAY)
             assert answer.status_code == 500
@@ -93,7 +86,7 @@ def test_open_stream_ends_with_an_error_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        async with running(tmp_path) as app:
+        async with api(tmp_path) as app:
             monkeypatch.setattr(routes, "text_choice", fail)
             answer = await app.send("POST", "/v1/completions", {**SAY, "stream": True})
             *_, error, done, rest = answer.text.split("\n\n")
@@ -114,7 +107,7 @@ def test_errors_outside_of_the_routes_are_answered_in_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        async with running(tmp_path) as app:
+        async with api(tmp_path) as app:
             monkeypatch.setattr(Telemetry, "http_finished", fail)
             monkeypatch.setattr(Service, "authenticate", fail)
             with pytest.raises(KeyError):  # starlette raises again what fails outside of the app's middleware
@@ -129,7 +122,7 @@ def test_message_that_cannot_be_encoded_is_answered(tmp_path: Path, monkeypatch:
         raise BadRequest("There is no \ud83d.", "Send \udc00.")
 
     async def main() -> None:
-        async with running(tmp_path) as app:
+        async with api(tmp_path) as app:
             monkeypatch.setattr(Service, "authenticate", refuse)
             for path in ("/v1/completions", "/api/v1/asample", "/api/v1/create_session"):
                 answer = await app.send("POST", path, SAY)
@@ -140,14 +133,14 @@ def test_message_that_cannot_be_encoded_is_answered(tmp_path: Path, monkeypatch:
     asyncio.run(main())
 
 
-def test_fault_in_a_parser_process_has_its_traceback() -> None:
+def test_fault_in_a_decoder_process_has_its_traceback() -> None:
     async def main() -> None:
-        parsers = Parsers(1)
+        decoders = Decoders(1)
         try:
             with pytest.raises(RuntimeError, match=r"(?s)Traceback.*ValueError"):
-                await parsers.run(LARGE_BYTES + 1, int, "no number")
+                await decoders.run(LARGE_BYTES + 1, int, "no number")
         finally:
-            parsers.close()
+            decoders.close()
 
     asyncio.run(main())
 
@@ -173,7 +166,7 @@ def test_json_of_responses_can_always_be_encoded() -> None:
 
 def test_connection_is_usable_after_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        async with api(tmp_path, frontends=1) as app:
+        async with api(tmp_path, over_http=True) as app:
             monkeypatch.setattr(routes, "resolve_model", fail)
             for _ in range(3):
                 answer = await app.send("GET", "/v1/models", b"")

@@ -1,7 +1,7 @@
 """HTTP/1.1 connections with bounds on what a client may send and on how long it may take.
 
 uvicorn's protocol limits neither the size of headers nor the time in which a request arrives. `BoundedProtocol` adds
-both; `AddressCounts` counts the open connections by address, and `Connections` closes those whose client is too slow.
+both; `Connections` counts the open ones by address, and closes those whose client is too slow.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import ipaddress
 import json
 import resource
 from collections import Counter
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -55,63 +54,44 @@ class Refusal:
         return head.encode() + body
 
 
-class AddressCounts:
-    """Open connections by the address of their client, of one process or of several.
+class Connections:
+    """Open connections, whose clients are not to be too many or too slow.
 
     A client on another machine may have `per_address` connections at a time; None is no limit. Connections of this
     machine are not counted: an SDK polls with hundreds, and all clients of a proxy have its address.
     """
 
-    def __init__(self, per_address: int | None) -> None:
+    def __init__(self, per_address: int | None, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
         self._per_address = per_address
-        self._open: dict[Hashable, str] = {}
+        self._open: dict[BoundedProtocol, str] = {}
         self._by_address: Counter[str] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, connection: Hashable, address: str) -> Refusal | None:
+    def add(self, connection: BoundedProtocol, address: str) -> Refusal | None:
         """Count a new connection. Returns a refusal if there are too many."""
         self._open[connection] = address
         self._by_address[address] += 1
+        if self._timer is None:
+            self._wait()
         most = self._per_address
         if most is not None and self._by_address[address] > most and not _is_loopback(address):
             return Refusal(status=429, detail=f"Your address has {counted(most, 'open connection')}. Reuse them.")
+        # Half of the files that the process may open: the other half is for the database, checkpoints and engines.
+        if len(self._open) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+            return Refusal(status=503, detail="This server has no connection left. Retry in a moment.")
         return None
 
-    def discard(self, connection: Hashable) -> None:
+    def discard(self, connection: BoundedProtocol) -> None:
         """Forget a connection that has ended."""
         address = self._open.pop(connection, None)
         if address is not None:
             self._by_address[address] -= 1
             if not self._by_address[address]:
                 del self._by_address[address]
-
-
-class Connections:
-    """The open connections of this process, whose clients are not to be too slow."""
-
-    def __init__(self, counts: AddressCounts, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._counts = counts
-        self._open: set[BoundedProtocol] = set()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def add(self, connection: BoundedProtocol, address: str) -> Refusal | None:
-        """Count a new connection. Returns a refusal if there are too many."""
-        self._open.add(connection)
-        refusal = self._counts.add(connection, address)
-        if self._timer is None:
-            self._wait()
-        # Half of the files that the process may open: the other half is for the database, checkpoints and engines.
-        if refusal is None and len(self._open) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
-            return Refusal(status=503, detail="This server has no connection left. Retry in a moment.")
-        return refusal
-
-    def discard(self, connection: BoundedProtocol) -> None:
-        """Forget a connection that has ended."""
-        self._open.discard(connection)
-        self._counts.discard(connection)
 
     def _wait(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(min(5.0, self.timeout_s / 4), self._check)

@@ -20,10 +20,10 @@ from tinsmith.engine.base import InputImage, ModelCard, SampleRequest
 from tinsmith.engine.sample_validation import MAX_SAMPLES, check_sample
 from tinsmith.engine.validation import did_you_mean
 from tinsmith.errors import BadRequest, NotFound, Unsupported
-from tinsmith.service.dependencies import Service
 from tinsmith.service.openai.images import place_images
 from tinsmith.service.openai.sampling import SampleCalls
 from tinsmith.service.openai.schemas import ChatBody, CompletionBody, OutputOptions, SamplingOptions, naming
+from tinsmith.service.service import Service
 from tinsmith.service.storage.records import Checkpoint, Model, SamplingSession
 from tinsmith.service.training.worker import Worker
 
@@ -182,7 +182,7 @@ async def prepare_chat(service: Service, owner: str, body: ChatBody, size: int) 
         raise BadRequest("top_logprobs requires logprobs.", "Set logprobs to true.", field="logprobs")
     model, card, tokenizer = await _open_model(service, owner, body)
     with naming("messages"):
-        ids, images, call_format = await service.parsers.run_in_thread(size, render_prompt, body, tokenizer, card)
+        ids, images, call_format = await service.decoders.run_in_thread(size, render_prompt, body, tokenizer, card)
     longest = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     sample = build_sample_request(
         body,
@@ -217,7 +217,7 @@ async def prepare_completion(service: Service, owner: str, body: CompletionBody,
         raise Unsupported("Logprobs of the prompt are not streamed.", "Remove stream or echo.", field="stream")
     model, card, tokenizer = await _open_model(service, owner, body)
     with naming("prompt"):
-        prompts = await service.parsers.run_in_thread(size, _encode_prompts, body, tokenizer, card)
+        prompts = await service.decoders.run_in_thread(size, _encode_prompts, body, tokenizer, card)
     logprobs = {
         "topk_sample_logprobs": body.logprobs or 0,
         "prompt_logprobs": body.echo and body.logprobs is not None,

@@ -1,24 +1,27 @@
 """Routes of the OpenAI API, for agents and environments that do not use the Tinker SDK.
 
-`router` (models, chat/completions, completions, responses) is mounted under /v1 and /oai/api/v1, `generate_router`
+`routes` (models, chat/completions, completions, responses) is mounted under /v1 and /oai/api/v1, `generate_routes`
 under /inference/v1. `requests.resolve_model` lists the names that `model` may be.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Annotated, Any
+from functools import partial
+from typing import Any, TypeVar
 
-from fastapi import APIRouter, Depends, Header, Request
-from fastapi.responses import Response, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tinsmith.chat.choice_decoder import TextDelta
 from tinsmith.engine.base import SampledSequence, SampleRequest, SampleResult
 from tinsmith.routed_experts import to_payload
-from tinsmith.service.dependencies import Service, ServiceDep
+from tinsmith.service.http.auth import bearer_key
+from tinsmith.service.http.bodies import PromptBody
+from tinsmith.service.http.endpoint import Call, Json, Routes
 from tinsmith.service.openai.requests import (
     EchoedPrompt,
     ModelRef,
@@ -48,46 +51,35 @@ from tinsmith.service.openai.responses_api import ResponsesBody, naming_fields, 
 from tinsmith.service.openai.sampling import SampleCalls, sample_all, stream_samples
 from tinsmith.service.openai.schemas import ChatBody, CompletionBody, GenerateBody, GenerateParams, naming, parse_exact
 from tinsmith.service.results.routed_experts import recorded_experts
+from tinsmith.service.service import Service
 from tinsmith.service.wire.json_response import SafeJSONResponse
+from tinsmith.service.wire.schemas import WireModel
 
-router = APIRouter()
-generate_router = APIRouter()
+B = TypeVar("B", bound=WireModel)
 
-
-async def get_owner(
-    service: ServiceDep, x_api_key: Annotated[str, Header()] = "", authorization: Annotated[str, Header()] = ""
-) -> str:
-    """The owner of the key in `Authorization: Bearer tml-…` or X-API-Key. Raises Unauthorized."""
-    if x_api_key:
-        return service.authenticate(x_api_key).owner
-    scheme, _, key = authorization.partition(" ")
-    return service.authenticate(key.strip() if scheme.lower() == "bearer" else "", "Authorization: Bearer key").owner
+routes = Routes(authenticate=bearer_key)
+generate_routes = Routes(authenticate=bearer_key)
 
 
-Owner = Annotated[str, Depends(get_owner)]
+def _exact(model: type[B]) -> PromptBody[B]:
+    """A body whose unknown fields are refused."""
+    return PromptBody(model, partial(parse_exact, model))
 
 
-async def read_prompt_body(http: Request, owner: Owner, service: ServiceDep) -> AsyncIterator[bytes]:
-    """The body of a request with prompts. Raises TooLarge, Busy."""
-    async with await service.read_prompt(http, owner) as body:
-        yield body
-
-
-PromptBody = Annotated[bytes, Depends(read_prompt_body)]
-
-
-@router.get("/models")
-async def models(owner: Owner, service: ServiceDep) -> dict[str, Any]:
+@routes.get("/models")
+async def models(call: Call[None]) -> Json:
     """Served base models, and the caller's models in training that have saved weights."""
+    service, owner = call.service, call.tenant
     names = (*service.workers, *sampleable_models(service, owner))
     refs = {name: resolve_model(service, name, owner) for name in names}
     return {"object": "list", "data": [await _model_json(name, ref) for name, ref in refs.items()]}
 
 
-@router.get("/models/{name:path}")
-async def model(name: str, owner: Owner, service: ServiceDep) -> dict[str, Any]:
+@routes.get("/models/{name:path}")
+async def model(call: Call[None]) -> Json:
     """Any name that `model` may be in a request."""
-    return await _model_json(name, resolve_model(service, name, owner))
+    name = call.path("name")
+    return await _model_json(name, resolve_model(call.service, name, call.tenant))
 
 
 async def _model_json(name: str, ref: ModelRef) -> dict[str, Any]:
@@ -103,21 +95,21 @@ async def _model_json(name: str, ref: ModelRef) -> dict[str, Any]:
     }
 
 
-@router.post("/chat/completions")
-async def chat_completions(http: Request, owner: Owner, service: ServiceDep, body: PromptBody) -> Response:
+@routes.post("/chat/completions", body=_exact(ChatBody))
+async def chat_completions(call: Call[ChatBody]) -> Response:
     """Replies to a conversation, rendered by the model's own chat template."""
-    chat = await service.parsers.run(len(body), parse_exact, ChatBody, body)
-    call = await prepare_chat(service, owner, chat, len(body))
-    extra_fields = {"prompt_token_ids": call.requests[0].prompt.tolist()} if call.body.return_token_ids else {}
-    if call.body.stream:
-        opening = _chat_opening(call)
-        return await _stream(http, call, service, "chat.completion.chunk", chat_delta, opening, extra_fields)
-    sampled = await sample_all(http, service.sampling, call.calls)
-    choices = [whole_choice(call, index, sequence) for index, sequence in enumerate(sampled[0].sequences)]
+    http, service = call.http, call.service
+    prepared = await prepare_chat(service, call.tenant, call.body, len(call.content))
+    extra_fields = {"prompt_token_ids": prepared.requests[0].prompt.tolist()} if prepared.body.return_token_ids else {}
+    if prepared.body.stream:
+        opening = _chat_opening(prepared)
+        return await _stream(http, prepared, service, "chat.completion.chunk", chat_delta, opening, extra_fields)
+    sampled = await sample_all(http, service.sampling, prepared.calls)
+    choices = [whole_choice(prepared, index, sequence) for index, sequence in enumerate(sampled[0].sequences)]
     response = {
-        **response_head(call, "chat.completion"),
-        "choices": [chat_choice(call, choice) for choice in choices],
-        "usage": usage(call, sampled, sampled_tokens(sampled)),
+        **response_head(prepared, "chat.completion"),
+        "choices": [chat_choice(prepared, choice) for choice in choices],
+        "usage": usage(prepared, sampled, sampled_tokens(sampled)),
     }
     return SafeJSONResponse(response | extra_fields)
 
@@ -127,25 +119,25 @@ def _chat_opening(call: PreparedRequest) -> list[dict[str, Any]]:
     return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for index in range(call.body.n)]
 
 
-@router.post("/completions")
-async def completions(http: Request, owner: Owner, service: ServiceDep, body: PromptBody) -> Response:
+@routes.post("/completions", body=_exact(CompletionBody))
+async def completions(call: Call[CompletionBody]) -> Response:
     """Continuations of each prompt; `max_tokens` 0 with `echo` scores the prompt alone."""
-    text = await service.parsers.run(len(body), parse_exact, CompletionBody, body)
-    call = await prepare_completion(service, owner, text, len(body))
+    http, service, text = call.http, call.service, call.body
+    prepared = await prepare_completion(service, call.tenant, text, len(call.content))
     if text.stream:
-        return await _stream(http, call, service, "text_completion", text_choice, _text_opening(call, text))
-    sampled = await sample_all(http, service.sampling, call.calls)
+        return await _stream(http, prepared, service, "text_completion", text_choice, _text_opening(prepared, text))
+    sampled = await sample_all(http, service.sampling, prepared.calls)
     choices = []
-    for at, (request, result) in enumerate(zip(call.requests, sampled, strict=True)):
+    for at, (request, result) in enumerate(zip(prepared.requests, sampled, strict=True)):
         for number, sequence in enumerate(result.sequences):
-            choice = whole_choice(call, at * text.n + number, sequence)
+            choice = whole_choice(prepared, at * text.n + number, sequence)
             if text.max_tokens == 0:
                 choice = ChoiceDelta(index=choice.index, delta=TextDelta(text=""), finish="length")
             if text.echo:
-                choice = _with_prompt(call.echoed[at], request, result, choice)
-            choices.append(text_choice(call, choice) | _prompt_ids(text, request))
-    counts = usage(call, sampled, sampled_tokens(sampled) if text.max_tokens else 0)
-    return SafeJSONResponse({**response_head(call, "text_completion"), "choices": choices, "usage": counts})
+                choice = _with_prompt(prepared.echoed[at], request, result, choice)
+            choices.append(text_choice(prepared, choice) | _prompt_ids(text, request))
+    counts = usage(prepared, sampled, sampled_tokens(sampled) if text.max_tokens else 0)
+    return SafeJSONResponse({**response_head(prepared, "text_completion"), "choices": choices, "usage": counts})
 
 
 def _with_prompt(
@@ -198,17 +190,19 @@ async def _stream(
     return _EventResponse(event_stream(call, samples, kind, render, opening, extra_fields or {}))
 
 
-@router.post("/responses")
-async def responses(http: Request, owner: Owner, service: ServiceDep, body: PromptBody) -> Response:
+@routes.post("/responses", body=_exact(ResponsesBody))
+async def responses(call: Call[ResponsesBody]) -> Response:
     """The reply to a conversation, as items of the Responses API. Responses are not stored."""
-    request = await service.parsers.run(len(body), parse_exact, ResponsesBody, body)
+    http, service, body = call.http, call.service, call.body
     with naming_fields():
-        call = replace(await prepare_chat(service, owner, request.to_chat(), len(body)), id=new_id("resp"))
-        if request.stream:
-            samples = await stream_samples(http, service.sampling, call.calls)
-            return _EventResponse(response_events(request, call, samples))
-        (sampled,) = await sample_all(http, service.sampling, call.calls)
-    return SafeJSONResponse(whole_response(request, call, sampled))
+        prepared = replace(
+            await prepare_chat(service, call.tenant, body.to_chat(), len(call.content)), id=new_id("resp")
+        )
+        if body.stream:
+            samples = await stream_samples(http, service.sampling, prepared.calls)
+            return _EventResponse(response_events(body, prepared, samples))
+        (sampled,) = await sample_all(http, service.sampling, prepared.calls)
+    return SafeJSONResponse(whole_response(body, prepared, sampled))
 
 
 class _EventResponse(StreamingResponse):
@@ -223,8 +217,8 @@ class _EventResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-@generate_router.post("/generate")
-async def generate(http: Request, owner: Owner, service: ServiceDep, body: PromptBody) -> dict[str, Any]:
+@generate_routes.post("/generate", body=_exact(GenerateBody))
+async def generate(call: Call[GenerateBody]) -> Json:
     """vLLM's generate: `sampling_params.n` continuations of `token_ids`, as tokens and logprobs.
 
     For clients that render prompts themselves, as verifiers and prime-rl do: sampled tokens are never re-encoded.
@@ -232,7 +226,7 @@ async def generate(http: Request, owner: Owner, service: ServiceDep, body: Promp
     experts has `routed_experts`: {data, dtype, shape, start}, base64 of the experts [tokens, layers, k] of the prompt
     from position `routed_experts_prompt_start` on and of all sampled tokens but the last.
     """
-    request_body = await service.parsers.run(len(body), parse_exact, GenerateBody, body)
+    service, owner, request_body = call.service, call.tenant, call.body
     params = parse_exact(GenerateParams, request_body.sampling_params, "sampling_params.")
     service.sampling.check_capacity()
     with naming("model"):
@@ -250,7 +244,7 @@ async def generate(http: Request, owner: Owner, service: ServiceDep, body: Promp
         routed_experts=params.return_routed_experts,
     )
     calls = SampleCalls(owner=owner, base_model=ref.base_model, requests=[request])
-    (sampled,) = await sample_all(http, service.sampling, calls)
+    (sampled,) = await sample_all(call.http, service.sampling, calls)
     tokens = sampled_tokens([sampled])
     return {
         "request_id": new_id("generate"),

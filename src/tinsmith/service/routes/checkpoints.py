@@ -14,19 +14,21 @@ from email.utils import formatdate
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
-from fastapi import APIRouter, Header, Request, Response
-from fastapi.responses import FileResponse, RedirectResponse, StreamingResponse
+from starlette.responses import FileResponse, RedirectResponse, Response, StreamingResponse
 
 from tinsmith.errors import BadRequest, Busy, Gone, NotFound
 from tinsmith.service.checkpoints import check_ttl, expiry
-from tinsmith.service.dependencies import IdempotencyKey, RawBody, Service, ServiceDep, Tenant
+from tinsmith.service.http.auth import no_key
+from tinsmith.service.http.bodies import JsonBody
+from tinsmith.service.http.endpoint import Call, Json, Routes
+from tinsmith.service.http.parameters import IdempotencyKey, InHeader, Parameters
 from tinsmith.service.responses import rfc3339
+from tinsmith.service.service import Service
 from tinsmith.service.storage.records import Checkpoint
 from tinsmith.service.tenancy.signing import LINK_S
 from tinsmith.service.wire.management_schemas import CopyBody, LoanBody, TtlBody, WeightsInfoBody
-from tinsmith.service.wire.schemas import parse
 
-router = APIRouter()
+routes = Routes()
 
 CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 ARCHIVE = "archive.tar"
@@ -36,10 +38,10 @@ COMPLETE = "checkpoint_complete"
 LOAN_RANGE = (60, 315_360_000)
 
 
-@router.post("/weights_info")
-async def weights_info(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
+@routes.post("/weights_info", body=WeightsInfoBody)
+async def weights_info(call: Call[WeightsInfoBody]) -> Json:
     """Describe a checkpoint for loading: base model and adapter."""
-    checkpoint = service.checkpoints.readable(parse(WeightsInfoBody, body).tinker_path, tenant)
+    checkpoint = call.service.checkpoints.readable(call.body.tinker_path, call.tenant)
     return {
         "base_model": checkpoint.base_model,
         "is_lora": True,
@@ -51,21 +53,22 @@ async def weights_info(tenant: Tenant, service: ServiceDep, body: RawBody) -> di
     }
 
 
-@router.post("/copy_weights")
-async def copy_weights(
-    tenant: Tenant,
-    service: ServiceDep,
-    body: RawBody,
-    x_idempotency_key: IdempotencyKey = None,
-    x_tinker_weights_access_token: Annotated[str | None, Header()] = None,
-) -> dict[str, str]:
+class CopyParameters(Parameters):
+    """copy_weights."""
+
+    x_idempotency_key: IdempotencyKey = None
+    weights_access_token: Annotated[str | None, InHeader("x-tinker-weights-access-token")] = None
+
+
+@routes.post("/copy_weights", body=CopyBody, params=CopyParameters)
+async def copy_weights(call: Call[CopyBody, CopyParameters]) -> Json:
     """Copy a readable checkpoint into the caller's own; the same X-Idempotency-Key returns the same copy."""
-    request = parse(CopyBody, body)
+    service, tenant, request = call.service, call.tenant, call.body
     check_ttl(request.ttl_seconds)
-    token = x_tinker_weights_access_token or request.weights_access_token
+    token = call.params.weights_access_token or request.weights_access_token
     source = service.checkpoints.readable(request.source_path, tenant, service.token_owner(token, request.source_path))
     service.quotas.check_storage(tenant)
-    copy, is_new = await service.copies.copy(source, tenant, request, x_idempotency_key)
+    copy, is_new = await service.copies.copy(source, tenant, request, call.params.x_idempotency_key)
     if is_new:
         service.audit_log.checkpoint_read(source, tenant, "copy")
         service.audit_log.checkpoint_created(copy, tenant, copied_from=source.path)
@@ -73,86 +76,83 @@ async def copy_weights(
     return {"tinker_path": copy.path}
 
 
-@router.post(f"{CHECKPOINT}/publish")
-async def publish(run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep) -> Response:
+@routes.post(f"{CHECKPOINT}/publish")
+async def publish(call: Call[None]) -> Response:
     """Make a checkpoint readable for every key. Idempotent."""
-    return await _change(service, _own(service, tenant, run, kind, name), "checkpoint_published", public=True)
+    return await _change(call.service, _own(call), "checkpoint_published", public=True)
 
 
-@router.delete(f"{CHECKPOINT}/publish")
-async def unpublish(run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep) -> Response:
+@routes.delete(f"{CHECKPOINT}/publish")
+async def unpublish(call: Call[None]) -> Response:
     """Make a checkpoint readable for its owner only; sampling sessions that use it continue."""
-    return await _change(service, _own(service, tenant, run, kind, name), "checkpoint_unpublished", public=False)
+    return await _change(call.service, _own(call), "checkpoint_unpublished", public=False)
 
 
-@router.put(f"{CHECKPOINT}/ttl")
-async def set_ttl(run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep, body: RawBody) -> Response:
+@routes.put(f"{CHECKPOINT}/ttl", body=TtlBody)
+async def set_ttl(call: Call[TtlBody]) -> Response:
     """Set the seconds until a checkpoint is deleted; null keeps it."""
-    request = parse(TtlBody, body)
-    check_ttl(request.ttl_seconds)
-    checkpoint = _own(service, tenant, run, kind, name)
-    response = await _change(service, checkpoint, "checkpoint_ttl_set", expires=expiry(request.ttl_seconds))
-    service.sessions.wake()
+    check_ttl(call.body.ttl_seconds)
+    expires = expiry(call.body.ttl_seconds)
+    response = await _change(call.service, _own(call), "checkpoint_ttl_set", expires=expires)
+    call.service.sessions.wake()
     return response
 
 
-@router.post(f"{CHECKPOINT}/access_token")
-async def lend(run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, str]:
+@routes.post(f"{CHECKPOINT}/access_token", body=JsonBody(LoanBody, optional=True))
+async def lend(call: Call[LoanBody]) -> Json:
     """Issue a weights_access_token for one checkpoint, valid for a day unless ttl_seconds says otherwise."""
-    request = parse(LoanBody, body or b"{}")
+    service, tenant, request = call.service, call.tenant, call.body
     low, high = LOAN_RANGE
     if not low <= request.ttl_seconds <= high:
         raise BadRequest(f"ttl_seconds is {request.ttl_seconds}.", f"Give {low} to {high}.")
-    checkpoint = _own(service, tenant, run, kind, name)
+    checkpoint = _own(call)
     token = service.signer.issue_weights_token(tenant, checkpoint.path, request.ttl_seconds)
     service.audit_log.checkpoint_changed(checkpoint, "checkpoint_lent", tenant, ttl_seconds=request.ttl_seconds)
     return {"weights_access_token": token, "expires_at": rfc3339(time.time() + request.ttl_seconds)}
 
 
-@router.get(f"{CHECKPOINT}/external_weights_urls")
-async def external_weights_urls(
-    run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep, request: Request
-) -> dict[str, Any]:
+@routes.get(f"{CHECKPOINT}/external_weights_urls")
+async def external_weights_urls(call: Call[None]) -> Json:
     """Signed links of the checkpoint's files, valid for an hour without a key."""
-    checkpoint = service.checkpoints.readable(_path(run, kind, name), tenant)
+    service, tenant = call.service, call.tenant
+    checkpoint = service.checkpoints.readable(_path(call), tenant)
     if checkpoint.kind != "external_weights":
         raise BadRequest(f"{checkpoint.path} holds no external weights.", "Save it with save_weights_external.")
     expires = int(time.time()) + LINK_S
     files = sorted(file.name for file in (await service.checkpoints.present(checkpoint)).iterdir())
-    urls = {file: service.signed_link(request, f"{checkpoint.id}/{file}", expires) for file in files}
+    urls = {file: service.signed_link(call.http, f"{checkpoint.id}/{file}", expires) for file in files}
     service.audit_log.checkpoint_read(checkpoint, tenant, "download")
     return {"urls": urls, "expires": rfc3339(expires)}
 
 
-@router.get(f"{CHECKPOINT}/archive")
-async def archive(
-    run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep, request: Request
-) -> RedirectResponse:
+@routes.get(f"{CHECKPOINT}/archive")
+async def archive(call: Call[None]) -> RedirectResponse:
     """Redirect to a signed link of a tar archive of the checkpoint's files. Only SDKs before 0.36 call this route."""
-    checkpoint = service.checkpoints.readable(_path(run, kind, name), tenant)
+    service, tenant = call.service, call.tenant
+    checkpoint = service.checkpoints.readable(_path(call), tenant)
     if not (await service.checkpoints.present(checkpoint)).is_dir():
         raise Busy(f"{checkpoint.path} is still being written.", "Retry in a moment.")
     expires = int(time.time()) + LINK_S
     service.audit_log.checkpoint_read(checkpoint, tenant, "download")
-    url = service.signed_link(request, f"{checkpoint.id}/{ARCHIVE}", expires)
+    url = service.signed_link(call.http, f"{checkpoint.id}/{ARCHIVE}", expires)
     return RedirectResponse(url, 302, {"Expires": formatdate(expires, usegmt=True)})
 
 
-@router.delete(CHECKPOINT)
-async def delete_checkpoint(run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep) -> Response:
+@routes.delete(CHECKPOINT)
+async def delete_checkpoint(call: Call[None]) -> Response:
     """Delete a checkpoint; sampling sessions that use its weights continue."""
-    checkpoint = _own(service, tenant, run, kind, name)
-    await service.checkpoints.delete(checkpoint)
-    service.audit_log.checkpoint_changed(checkpoint, "checkpoint_deleted", tenant)
+    checkpoint = _own(call)
+    await call.service.checkpoints.delete(checkpoint)
+    call.service.audit_log.checkpoint_changed(checkpoint, "checkpoint_deleted", call.tenant)
     return Response(status_code=204)
 
 
-def _path(run: str, kind: str, name: str) -> str:
-    return f"tinker://{run}/{kind}/{name}"
+def _path(call: Call[Any]) -> str:
+    return f"tinker://{call.path('run')}/{call.path('kind')}/{call.path('name')}"
 
 
-def _own(service: Service, tenant: str, run: str, kind: str, name: str) -> Checkpoint:
-    return service.checkpoints.owned(_path(run, kind, name), tenant)
+def _own(call: Call[Any]) -> Checkpoint:
+    return call.service.checkpoints.owned(_path(call), call.tenant)
 
 
 async def _change(service: Service, checkpoint: Checkpoint, event: str, **changes: Any) -> Response:
@@ -161,13 +161,20 @@ async def _change(service: Service, checkpoint: Checkpoint, event: str, **change
     return Response(status_code=204)
 
 
-@router.head("/files/{folder}/{name}")
-@router.get("/files/{folder}/{name}")
-async def get_file(folder: str, name: str, expires: int, signature: str, service: ServiceDep) -> Response:
+class FileParameters(Parameters):
+    """files."""
+
+    expires: int
+    signature: str
+
+
+@routes.route(("GET", "HEAD"), "/files/{folder}/{name}", params=FileParameters, auth=no_key)
+async def get_file(call: Call[None, FileParameters]) -> Response:
     """Download a file of external weights, or a trace, by its signed link."""
-    if not service.signer.verify_link(f"{folder}/{name}", expires, signature):
+    service, folder, name = call.service, call.path("folder"), call.path("name")
+    if not service.signer.verify_link(f"{folder}/{name}", call.params.expires, call.params.signature):
         raise NotFound("The link's signature is not valid.", "Request new links; they must not be changed.")
-    if expires <= time.time():
+    if call.params.expires <= time.time():
         raise Gone("The link has expired.", "Request new links.")
     if folder == "traces":
         file = service.traces.file(name)

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
-
-from fastapi import APIRouter
 
 from tinsmith.engine.base import Pass
 from tinsmith.engine.custom_loss.graph import MAX_BYTES, Node, read_graph, read_text
 from tinsmith.engine.training.loss_specs import CUSTOM
 from tinsmith.errors import Forbidden, NotFound, TooLarge, Unsupported
-from tinsmith.service.dependencies import RawBody, Service, ServiceDep, Tenant
+from tinsmith.service.http.bodies import JsonBody
+from tinsmith.service.http.endpoint import Call, Json, Routes
+from tinsmith.service.service import Service
 from tinsmith.service.storage.records import CustomLoss, Model
 from tinsmith.service.wire.protobuf import GRAPH, append_config
-from tinsmith.service.wire.schemas import CustomLossBody, parse
+from tinsmith.service.wire.schemas import CustomLossBody
 
-router = APIRouter()
+routes = Routes()
 
 MAX_LOSSES = 256
 """Losses of one session."""
@@ -29,19 +28,22 @@ MAX_LOSSES = 256
 _IN_THE_CLIENT = "Use forward_backward_custom with a plain function, which the client evaluates."
 
 
-@router.post("/create_custom_loss")
-async def create_custom_loss(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
-    """Upload a traced loss. Every node must be one of the supported operations."""
+def _admit_loss(service: Service, content: bytes) -> None:
     _check_enabled(service)
-    if len(body) > MAX_BYTES:
-        raise TooLarge(f"The loss is {len(body)} bytes.", f"At most {MAX_BYTES}. {_IN_THE_CLIENT}")
-    request = parse(CustomLossBody, body)
+    if len(content) > MAX_BYTES:
+        raise TooLarge(f"The loss is {len(content)} bytes.", f"At most {MAX_BYTES}. {_IN_THE_CLIENT}")
+
+
+@routes.post("/create_custom_loss", body=JsonBody(CustomLossBody, admit=_admit_loss))
+async def create_custom_loss(call: Call[CustomLossBody]) -> Json:
+    """Upload a traced loss. Every node must be one of the supported operations."""
+    service, tenant, request = call.service, call.tenant, call.body
     session = service.sessions.touch(request.session_id, tenant)
     loss_id = f"{session.id}:loss:{request.custom_loss_seq_id}"
     if service.store.find(CustomLoss, loss_id) is None:
         if sum(loss.session_id == session.id for loss in service.store.all(CustomLoss)) >= MAX_LOSSES:
             raise Forbidden(f"Session {session.id} has {MAX_LOSSES} losses.", "Create another session.")
-        service.disk.require(len(body))
+        service.disk.require(len(call.content))
         nodes = [Node(**node.model_dump()) for node in request.graph.nodes]
         graph = read_graph(request.name, [(tensor.name, tensor.rank) for tensor in request.inputs], nodes)
         loss = CustomLoss(id=loss_id, owner=tenant, session_id=session.id, created=time.time(), graph=graph.text)

@@ -9,27 +9,28 @@ from __future__ import annotations
 import json
 import logging
 
-from fastapi import APIRouter, Response
+from starlette.responses import Response
 
 from tinsmith.errors import Gone, NotFound, TinsmithError
-from tinsmith.service.dependencies import RawBody, Service, ServiceDep, Tenant
+from tinsmith.service.http.endpoint import Call, Json, Routes
 from tinsmith.service.observability.logs import add_log_context
 from tinsmith.service.results.completion_log import Completion, Target
+from tinsmith.service.service import Service
 from tinsmith.service.storage.records import CustomLoss, FutureResult, Model, SamplingSession
-from tinsmith.service.wire.schemas import FutureBody, FuturesBody, parse
+from tinsmith.service.wire.schemas import FutureBody, FuturesBody
 
 log = logging.getLogger(__name__)
 
-router = APIRouter()
+routes = Routes()
 
 INLINE = 2**20
 """Largest result, in bytes, sent without announcing its size first to clients that allow it."""
 
 
-@router.post("/retrieve_future")
-async def retrieve_future(tenant: Tenant, service: ServiceDep, body: RawBody) -> Response:
+@routes.post("/retrieve_future", body=FutureBody)
+async def retrieve_future(call: Call[FutureBody]) -> Response:
     """The result of a request. It can be fetched again for a while, since a response may be lost."""
-    request = parse(FutureBody, body)
+    service, tenant, request = call.service, call.tenant, call.body
     add_log_context(request_id=request.request_id)
     service.sessions.polled(request.request_id, tenant)
     try:
@@ -94,10 +95,10 @@ def _paused(reason: str) -> FutureResult:
     return FutureResult(status=408, body=json.dumps(state).encode())
 
 
-@router.post("/retrieve_futures")
-async def retrieve_futures(tenant: Tenant, service: ServiceDep, body: RawBody) -> Response:
+@routes.post("/retrieve_futures", body=FuturesBody)
+async def retrieve_futures(call: Call[FuturesBody]) -> Response:
     """Requests of a sampling session that finished since the cursor; waits for the first."""
-    request = parse(FuturesBody, body)
+    service, tenant, request = call.service, call.tenant, call.body
     sampler = service.sampler(request.target.sampling_session_id, tenant)
     service.futures.acknowledge(
         (request_id for request_id in request.retrieved_request_ids if request_id.startswith(f"{sampler.id}:")), tenant
@@ -120,16 +121,16 @@ def _completion_json(completion: Completion) -> dict[str, object]:
     return {"state": "finished", "request_id": completion.request_id, "response_payload_uncompressed_size": size}
 
 
-@router.post("/cancel_future")
-async def cancel_future(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, str]:
+@routes.post("/cancel_future", body=FutureBody)
+async def cancel_future(call: Call[FutureBody]) -> Json:
     """Cancel a sample; unknown ids are ignored.
 
     Training requests are not cancelled: each has its place in its model's order, and a client could not know which
     gradients were left out.
     """
-    request_id = parse(FutureBody, body).request_id
-    sampler = service.store.find(SamplingSession, request_id.rpartition(":")[0])
-    if sampler is None or sampler.owner != tenant:
+    request_id = call.body.request_id
+    sampler = call.service.store.find(SamplingSession, request_id.rpartition(":")[0])
+    if sampler is None or sampler.owner != call.tenant:
         return {"status": "not_cancelled"}
-    await service.sampling.cancel(request_id)
+    await call.service.sampling.cancel(request_id)
     return {"status": "cancelled"}

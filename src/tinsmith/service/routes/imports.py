@@ -15,9 +15,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from fastapi import APIRouter, Request
 from safetensors import SafetensorError, safe_open
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 
 from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.exchange.archive import CONFIG, MOMENTS, WEIGHTS, unpack
@@ -26,25 +25,34 @@ from tinsmith.engine.lora.saved_spec import read_spec
 from tinsmith.engine.validation import check_lora
 from tinsmith.errors import BadRequest, EngineDied, Gone, TinsmithError, TooLarge
 from tinsmith.service.checkpoints import check_name
-from tinsmith.service.dependencies import Service, ServiceDep, Tenant
+from tinsmith.service.http.endpoint import Call, Json, Routes
+from tinsmith.service.http.parameters import Parameters
+from tinsmith.service.service import Service
 from tinsmith.service.storage.records import Checkpoint, Model, Session
 
-router = APIRouter()
+routes = Routes()
 
 MAX_BYTES = 32 << 30
 
 
-@router.post("/import_checkpoint")
-async def import_checkpoint(
-    request: Request, tenant: Tenant, service: ServiceDep, name: str, base_model: str
-) -> dict[str, str]:
+class ImportParameters(Parameters):
+    """import_checkpoint."""
+
+    name: str
+    base_model: str
+
+
+@routes.post("/import_checkpoint", params=ImportParameters)
+async def import_checkpoint(call: Call[None, ImportParameters]) -> Json:
     """Store an adapter of `base_model` as a checkpoint `name`. The body is a tar archive of adapter_config.json,
     adapter_model.safetensors and, for the optimizer state, optimizer.safetensors."""
+    service, tenant = call.service, call.tenant
+    name, base_model = call.params.name, call.params.base_model
     check_name(name)
     worker = service.worker(base_model)
     service.quotas.check_storage(tenant)
     checkpoint_id = uuid.uuid4().hex
-    async with _received(request, service, checkpoint_id) as source:
+    async with _received(call.http, service, checkpoint_id) as source:
         optimizer = await asyncio.to_thread(_check_files, source)
         engine = await worker.host.wait_until_ready()
         with service.checkpoints.new_folder(checkpoint_id) as folder:

@@ -5,68 +5,97 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, TypeVar
 
-from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import JSONResponse
+from pydantic import Field
+from starlette.responses import JSONResponse, Response
 
 from tinsmith.errors import NotFound
-from tinsmith.service.dependencies import RawBody, Service, ServiceDep, Tenant
+from tinsmith.service.http.endpoint import Call, Json, Routes
+from tinsmith.service.http.parameters import Parameters
 from tinsmith.service.responses import DEFAULT_PROJECT, checkpoint_json, metadata_texts, rfc3339, training_run_json
+from tinsmith.service.service import Service
 from tinsmith.service.storage.records import Checkpoint, Model, SamplingSession, Session
 from tinsmith.service.tenancy.signing import LINK_S, urn
 from tinsmith.service.wire.management_schemas import ProjectBody, SearchBody, StatusQuery
-from tinsmith.service.wire.schemas import parse
 
-router = APIRouter()
+R = TypeVar("R")
 
-Limit = Annotated[int, Query(ge=0)]
-"""Never capped: clients take a page shorter than the limit as the last."""
-Offset = Annotated[int, Query(ge=0)]
-Scope = Literal["owned", "accessible"]
-"""The caller's own, or also what other tenants published."""
+routes = Routes()
 
 
-@router.get("/training_runs")
-async def list_training_runs(
-    tenant: Tenant,
-    service: ServiceDep,
-    limit: Limit = 20,
-    offset: Offset = 0,
-    access_scope: Scope = "owned",
-    project_id: str | None = None,
-) -> JSONResponse:
+class PageParameters(Parameters):
+    """Which part of a list. `limit` is never capped: clients take a page shorter than it as the last."""
+
+    limit: int = Field(default=20, ge=0)
+    offset: int = Field(default=0, ge=0)
+
+
+class ScopeParameters(Parameters):
+    """The caller's own, or also what other tenants published."""
+
+    access_scope: Literal["owned", "accessible"] = "owned"
+
+
+class RunsParameters(ScopeParameters, PageParameters):
+    """training_runs."""
+
+    project_id: str | None = None
+
+
+class CheckpointsParameters(PageParameters):
+    """checkpoints."""
+
+    limit: int = Field(default=100, ge=0)
+
+
+class SessionsParameters(ScopeParameters, PageParameters):
+    """sessions. Sessions are never published, so both scopes are equal."""
+
+
+@routes.get("/training_runs", params=RunsParameters)
+async def list_training_runs(call: Call[None, RunsParameters]) -> JSONResponse:
     """Training runs, newest first."""
-    shared = service.checkpoints.published() if access_scope == "accessible" else {}
+    service, tenant, params = call.service, call.tenant, call.params
+    shared = service.checkpoints.published() if params.access_scope == "accessible" else {}
     runs = [
         model
         for model in service.store.all(Model)
         if (model.owner == tenant or model.id in shared)
-        and (project_id is None or _project(service, model) == project_id)
+        and (params.project_id is None or _project(service, model) == params.project_id)
     ]
     runs.sort(key=lambda model: model.created, reverse=True)
-    page = await _runs_json(service, tenant, runs[offset : offset + limit])
-    cursor = {"offset": offset, "limit": limit, "total_count": len(runs)}
+    page = await _runs_json(service, tenant, _page(runs, params))
+    cursor = _cursor(runs, params)
     return JSONResponse({"training_runs": page, "cursor": cursor})
 
 
-@router.get("/training_runs/{run}")
-async def get_training_run(
-    run: str, tenant: Tenant, service: ServiceDep, access_scope: Scope = "owned"
-) -> dict[str, Any]:
+def _page(records: Sequence[R], params: PageParameters) -> Sequence[R]:
+    return records[params.offset : params.offset + params.limit]
+
+
+def _cursor(records: Sequence[Any], params: PageParameters) -> dict[str, int]:
+    return {"offset": params.offset, "limit": params.limit, "total_count": len(records)}
+
+
+@routes.get("/training_runs/{run}", params=ScopeParameters)
+async def get_training_run(call: Call[None, ScopeParameters]) -> Json:
     """A training run with its newest checkpoint of each kind."""
+    service, tenant, run = call.service, call.tenant, call.path("run")
     model = service.store.find(Model, run)
-    shared = access_scope == "accessible" and run in service.checkpoints.published()
+    shared = call.params.access_scope == "accessible" and run in service.checkpoints.published()
     if model is None or not (model.owner == tenant or shared):
         raise NotFound(f"There is no training run {run}.", "List training runs with GET training_runs.")
     [view] = await _runs_json(service, tenant, [model])
     return view
 
 
-@router.get("/training_runs/{run}/checkpoints")
-async def list_checkpoints(run: str, tenant: Tenant, service: ServiceDep) -> JSONResponse:
+@routes.get("/training_runs/{run}/checkpoints")
+async def list_checkpoints(call: Call[None]) -> JSONResponse:
     """All checkpoints of a training run, unpaged; of another tenant's run, the published ones."""
+    service, tenant, run = call.service, call.tenant, call.path("run")
     visible = _visible_checkpoints(service, tenant, run)
     model = service.store.find(Model, run)
     if not visible and (model is None or model.owner != tenant):
@@ -74,22 +103,20 @@ async def list_checkpoints(run: str, tenant: Tenant, service: ServiceDep) -> JSO
     return await asyncio.to_thread(_checkpoints_response, visible, {})
 
 
-@router.get("/checkpoints")
-async def list_user_checkpoints(
-    tenant: Tenant, service: ServiceDep, limit: Limit = 100, offset: Offset = 0
-) -> JSONResponse:
+@routes.get("/checkpoints", params=CheckpointsParameters)
+async def list_user_checkpoints(call: Call[None, CheckpointsParameters]) -> JSONResponse:
     """The caller's checkpoints of all runs, newest first."""
-    checkpoints = service.checkpoints.of_owner(tenant)
-    cursor = {"offset": offset, "limit": limit, "total_count": len(checkpoints)}
-    return await asyncio.to_thread(_checkpoints_response, checkpoints[offset : offset + limit], {"cursor": cursor})
+    checkpoints = call.service.checkpoints.of_owner(call.tenant)
+    more = {"cursor": _cursor(checkpoints, call.params)}
+    return await asyncio.to_thread(_checkpoints_response, _page(checkpoints, call.params), more)
 
 
-def _checkpoints_response(checkpoints: list[Checkpoint], more: dict[str, Any]) -> JSONResponse:
+def _checkpoints_response(checkpoints: Sequence[Checkpoint], more: dict[str, Any]) -> JSONResponse:
     """Runs in a thread: ten thousand checkpoints take 0.1 s, which would block other requests."""
     return JSONResponse({"checkpoints": [checkpoint_json(checkpoint) for checkpoint in checkpoints], **more})
 
 
-async def _runs_json(service: Service, tenant: str, models: list[Model]) -> list[dict[str, Any]]:
+async def _runs_json(service: Service, tenant: str, models: Sequence[Model]) -> list[dict[str, Any]]:
     last = await service.store.last_used(models)
     return [
         training_run_json(
@@ -118,20 +145,17 @@ FINISHED = ("success", "errored", "interrupted")
 """Reasons with which clients finish sessions; a session that timed out has none of them."""
 
 
-@router.get("/sessions")
-async def list_sessions(
-    tenant: Tenant, service: ServiceDep, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "owned"
-) -> dict[str, list[str]]:
+@routes.get("/sessions", params=SessionsParameters)
+async def list_sessions(call: Call[None, SessionsParameters]) -> Json:
     """Ids of the caller's sessions, newest first. Sessions are never published, so both scopes are equal."""
-    return {"sessions": [session.id for session in _own_sessions(service, tenant)[offset : offset + limit]]}
+    return {"sessions": [session.id for session in _page(_own_sessions(call.service, call.tenant), call.params)]}
 
 
-@router.get("/sessions/{session_id}")
-async def get_session(
-    session_id: str, tenant: Tenant, service: ServiceDep, access_scope: Scope = "owned"
-) -> dict[str, Any]:
+@routes.get("/sessions/{session_id}", params=ScopeParameters)
+async def get_session(call: Call[None, ScopeParameters]) -> Json:
     """A session with its training runs and sampling sessions."""
-    session = service.sessions.find(session_id, tenant)
+    service = call.service
+    session = service.sessions.find(call.path("session_id"), call.tenant)
     return {
         "training_run_ids": [model.id for model in service.store.all(Model) if model.session_id == session.id],
         "sampler_ids": [
@@ -142,10 +166,10 @@ async def get_session(
     }
 
 
-@router.post("/sessions/search")
-async def search_sessions(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
+@routes.post("/sessions/search", body=SearchBody)
+async def search_sessions(call: Call[SearchBody]) -> Json:
     """One page of the sessions that match every filter, newest first."""
-    request = parse(SearchBody, body)
+    service, tenant, request = call.service, call.tenant, call.body
     if request.owner.type == "user" and urn(tenant) not in request.owner.owner_urns:
         return {"sessions": [], "next_cursor": None}
     after = (request.cursor.last_created_at, request.cursor.last_session_id) if request.cursor else None
@@ -160,22 +184,23 @@ async def search_sessions(tenant: Tenant, service: ServiceDep, body: RawBody) ->
     return {"sessions": _summaries(service, page), "next_cursor": cursor}
 
 
-@router.get("/sessions/{session_id}/trace_export")
-async def export_trace(session_id: str, tenant: Tenant, service: ServiceDep, request: Request) -> dict[str, Any]:
+@routes.get("/sessions/{session_id}/trace_export")
+async def export_trace(call: Call[None]) -> Json:
     """A link to a Perfetto trace of the session's requests, once the file is written."""
-    session = service.sessions.find(session_id, tenant)
+    service = call.service
+    session = service.sessions.find(call.path("session_id"), call.tenant)
     service.disk.require()
     name = await service.traces.export(session)
     if name is None:
         return {"status": "pending"}
-    return {"status": "ready", "url": service.signed_link(request, f"traces/{name}", int(time.time()) + LINK_S)}
+    return {"status": "ready", "url": service.signed_link(call.http, f"traces/{name}", int(time.time()) + LINK_S)}
 
 
-@router.put("/sessions/{session_id}/project")
-async def assign_project(session_id: str, tenant: Tenant, service: ServiceDep, body: RawBody) -> Response:
+@routes.put("/sessions/{session_id}/project", body=ProjectBody)
+async def assign_project(call: Call[ProjectBody]) -> Response:
     """Assign a session, with all its runs and checkpoints, to a project; any name is a project."""
-    project = parse(ProjectBody, body).project_id
-    session = service.sessions.find(session_id, tenant)
+    service, tenant, project = call.service, call.tenant, call.body.project_id
+    session = service.sessions.find(call.path("session_id"), tenant)
     await service.store.update(Session, session.id, project_id=project)
     details = {"session_id": session.id, "project_id": project, "before": session.project_id or DEFAULT_PROJECT}
     service.audit_log.record(tenant, "project_session_assigned", tenant, **details)

@@ -10,13 +10,16 @@ from collections import Counter, defaultdict
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import APIRouter, Depends, Response
+from starlette.responses import Response
 
 from tinsmith.errors import BadRequest, NotFound
 from tinsmith.service.budgets.models import ModelUse
-from tinsmith.service.dependencies import Admin, Service, ServiceDep, get_admin
 from tinsmith.service.engines.queue_view import QueueEntry
+from tinsmith.service.http.auth import admin_key
+from tinsmith.service.http.endpoint import Call, Json, Routes
+from tinsmith.service.http.parameters import Parameters
 from tinsmith.service.responses import DEFAULT_PROJECT, rfc3339
+from tinsmith.service.service import Service
 from tinsmith.service.storage.records import Checkpoint, Model, SamplingSession, Session
 from tinsmith.service.training.worker import Worker
 
@@ -24,18 +27,25 @@ ENDED_BY_ADMIN = "administrator"
 """Why a session ended, and the actor in the audit log of its owner."""
 
 
-router = APIRouter(prefix="/admin", dependencies=[Depends(get_admin)])
+routes = Routes("/admin", admin_key)
 
 
-@router.get("/sessions")
-async def list_all_sessions(service: ServiceDep, ended: bool = False) -> dict[str, Any]:
+class SessionsParameters(Parameters):
+    """admin/sessions."""
+
+    ended: bool = False
+
+
+@routes.get("/sessions", params=SessionsParameters)
+async def list_all_sessions(call: Call[None, SessionsParameters]) -> Json:
     """Sessions of all tenants, those seen last first: owner, age, models, versions, bytes. `ended` adds ended ones."""
+    service = call.service
     models, samplers = _by_session(service, Model), _by_session(service, SamplingSession)
     uses = {use.id: use for worker in _workers(service) for use in worker.models()}
     versions = defaultdict[str, list[Checkpoint]](list)
     for checkpoint in service.store.all(Checkpoint):
         versions[checkpoint.run.partition(":")[0]].append(checkpoint)
-    sessions = [session for session in service.store.all(Session) if ended or session.ended is None]
+    sessions = [session for session in service.store.all(Session) if call.params.ended or session.ended is None]
     sessions.sort(key=service.sessions.last_seen, reverse=True)
     now = time.time()
     return {
@@ -59,8 +69,8 @@ async def list_all_sessions(service: ServiceDep, ended: bool = False) -> dict[st
     }
 
 
-@router.get("/queue")
-async def list_queues(service: ServiceDep) -> dict[str, Any]:
+@routes.get("/queue")
+async def list_queues(call: Call[None]) -> Json:
     """Requests without a result of all tenants, by base model and in the order in which they are expected to end.
 
     Training and samples are separate queues of each model.
@@ -68,13 +78,13 @@ async def list_queues(service: ServiceDep) -> dict[str, Any]:
     return {
         "queues": [
             {"base_model": worker.host.names[0], "queue": name, "requests": [_entry_json(entry) for entry in entries]}
-            for worker, name, entries in service.queues()
+            for worker, name, entries in call.service.queues()
         ]
     }
 
 
-@router.get("/processes")
-async def list_processes(service: ServiceDep) -> dict[str, Any]:
+@routes.get("/processes")
+async def list_processes(call: Call[None]) -> Json:
     """The training and sampling processes of each base model: machine, GPUs, process id, load, versions."""
     return {
         "base_models": [
@@ -84,14 +94,15 @@ async def list_processes(service: ServiceDep) -> dict[str, Any]:
                 "state": worker.host.state,
                 "processes": [asdict(process) for process in worker.host.processes()],
             }
-            for worker in _workers(service)
+            for worker in _workers(call.service)
         ]
     }
 
 
-@router.get("/usage")
-async def list_holders(service: ServiceDep) -> dict[str, Any]:
+@routes.get("/usage")
+async def list_holders(call: Call[None]) -> Json:
     """Who holds what: sessions, models in training, their memory, bytes on disk and unfinished requests."""
+    service = call.service
     totals = defaultdict[str, Counter[str]](Counter)
     for session in service.store.all(Session):
         totals[session.owner]["sessions"] += session.ended is None
@@ -115,20 +126,22 @@ async def list_holders(service: ServiceDep) -> dict[str, Any]:
     }
 
 
-@router.post("/sessions/{session_id}/end")
-async def end_session(session_id: str, admin: Admin, service: ServiceDep) -> Response:
+@routes.post("/sessions/{session_id}/end")
+async def end_session(call: Call[None]) -> Response:
     """End a session of any tenant: queued training still runs, running samples are cancelled."""
+    service, session_id = call.service, call.path("session_id")
     session = service.store.find(Session, session_id)
     if session is None:
         raise NotFound(f"There is no session {session_id}.", "`tinsmith admin sessions` lists them.")
-    await service.sessions.end(session, ENDED_BY_ADMIN, f"ended with the key '{admin.name}'")
+    await service.sessions.end(session, ENDED_BY_ADMIN, f"ended with the key '{call.key.name}'")
     await service.sampling.cancel_session(session_id)
     return Response(status_code=204)
 
 
-@router.post("/models/{model_id}/end")
-async def end_model(model_id: str, service: ServiceDep) -> Response:
+@routes.post("/models/{model_id}/end")
+async def end_model(call: Call[None]) -> Response:
     """End a model of any tenant after its queued requests; its checkpoints stay."""
+    service, model_id = call.service, call.path("model_id")
     model = service.store.find(Model, model_id)
     if model is None or model.state == "ended":
         raise NotFound(f"There is no model {model_id} in training.", "`tinsmith admin sessions` lists them.")
@@ -136,12 +149,13 @@ async def end_model(model_id: str, service: ServiceDep) -> Response:
     return Response(status_code=204)
 
 
-@router.post("/requests/{request_id}/cancel")
-async def cancel_request(request_id: str, service: ServiceDep) -> Response:
+@routes.post("/requests/{request_id}/cancel")
+async def cancel_request(call: Call[None]) -> Response:
     """Cancel a waiting or running sample or completion of any tenant; its client gets an error that says so.
 
     Training requests are not cancelled: each has its place in its model's order.
     """
+    service, request_id = call.service, call.path("request_id")
     if service.store.find(Model, request_id.rpartition(":")[0]) is not None:
         model_id = request_id.rpartition(":")[0]
         raise BadRequest(f"{request_id} is a training request.", f"End its model (`tinsmith admin end {model_id}`).")

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
-from fastapi import APIRouter, Request
 from pydantic import Field
 
 from tinsmith.engine.sample_validation import check_sample
 from tinsmith.engine.training.loss_specs import ROUTED_EXPERTS
 from tinsmith.errors import BadRequest
-from tinsmith.service.dependencies import PromptBody, RawBody, Service, ServiceDep, Tenant
+from tinsmith.service.http.bodies import PromptBody
+from tinsmith.service.http.endpoint import Call, Json, Routes
 from tinsmith.service.observability.logs import add_log_context
+from tinsmith.service.service import Service
 from tinsmith.service.storage.records import SamplingSession
-from tinsmith.service.wire.decoding import DECODED, unpack
 from tinsmith.service.wire.sample_request import AsampleRequest, decode_sample
-from tinsmith.service.wire.schemas import Id, JoinBody, SamplingSessionBody, WireModel, parse
+from tinsmith.service.wire.schemas import Id, JoinBody, SampleBody, SamplingSessionBody, WireModel
 
-router = APIRouter()
+routes = Routes()
 
 RECORD = "record"
 """The value of `routed_experts` in the user_metadata of a session that records its samples' experts."""
 
 
-@router.post("/create_sampling_session")
-async def create_sampling_session(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, str]:
+@routes.post("/create_sampling_session", body=SamplingSessionBody)
+async def create_sampling_session(call: Call[SamplingSessionBody]) -> Json:
     """Create a sampling session on a base model, or on a training or sampler checkpoint. Its weights never change."""
-    request = parse(SamplingSessionBody, body)
+    service, tenant, request = call.service, call.tenant, call.body
     session = service.sessions.touch(request.session_id, tenant)
     sampler_id = f"{session.id}:sample:{request.sampling_session_seq_id}"
     if service.store.find(SamplingSession, sampler_id) is None:
@@ -69,10 +69,11 @@ def _new_sampling_session(
     )
 
 
-@router.get("/samplers/{sampler_id}")
-async def get_sampler(sampler_id: str, tenant: Tenant, service: ServiceDep) -> dict[str, Any]:
+@routes.get("/samplers/{sampler_id}")
+async def get_sampler(call: Call[None]) -> Json:
     """The weights of a sampling session; clients load a tokenizer by `base_model`."""
-    sampler = service.sampler(sampler_id, tenant)
+    service = call.service
+    sampler = service.sampler(call.path("sampler_id"), call.tenant)
     name = sampler.base_model
     card = await service.worker(name).host.card()
     if service.config.is_loopback and card.tokenizer.startswith("/"):
@@ -82,22 +83,22 @@ async def get_sampler(sampler_id: str, tenant: Tenant, service: ServiceDep) -> d
     return {"sampler_id": sampler.id, "base_model": name, "model_path": sampler.model_path}
 
 
-@router.post("/join_sampling_session")
-async def join_sampling_session(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
+@routes.post("/join_sampling_session", body=JoinBody)
+async def join_sampling_session(call: Call[JoinBody]) -> Json:
     """Number a client that shares a sampling session; its seq_ids begin at 10^9 times the number."""
-    sampler = service.sampler(parse(JoinBody, body).sampling_session_id, tenant)
-    service.sessions.touch(sampler.session_id, tenant)
-    return {"client_counter": await service.sampling.join(sampler), "type": "join_sampling_session"}
+    sampler = call.service.sampler(call.body.sampling_session_id, call.tenant)
+    call.service.sessions.touch(sampler.session_id, call.tenant)
+    return {"client_counter": await call.service.sampling.join(sampler), "type": "join_sampling_session"}
 
 
-@router.post("/asample")
-async def asample(http: Request, tenant: Tenant, service: ServiceDep, body: PromptBody) -> dict[str, Any]:
-    """Start sampling; returns the promise and the id of each sequence."""
+def _check_capacity(service: Service, _content: bytes) -> None:
     service.sampling.check_capacity()
-    packed = http.scope.get(DECODED)  # by a front end, if there is one
-    asample_request: AsampleRequest = (
-        unpack(packed) if packed is not None else await service.parsers.run(len(body), decode_sample, body)
-    )
+
+
+@routes.post("/asample", body=PromptBody(SampleBody, decode_sample, admit=_check_capacity))
+async def asample(call: Call[AsampleRequest]) -> Json:
+    """Start sampling; returns the promise and the id of each sequence."""
+    service, tenant, asample_request = call.service, call.tenant, call.body
     add_log_context(request_id=f"{asample_request.sampler_id}:{asample_request.seq}")
     sampler = service.sampler(asample_request.sampler_id, tenant)
     session = service.sessions.touch(sampler.session_id, tenant)
@@ -117,13 +118,13 @@ class RoutedExpertsBody(WireModel):
     sequence_ids: Annotated[list[Id], Field(max_length=1024, fail_fast=True)]
 
 
-@router.post("/routed_experts")
-async def routed_experts(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
+@routes.post("/routed_experts", body=RoutedExpertsBody)
+async def routed_experts(call: Call[RoutedExpertsBody]) -> Json:
     """The experts that the tokens of sampled sequences were routed to, base64 of a NumPy array [tokens, layers, k].
 
     The tokens are those of the prompt and of the sequence without its last one. null for a sequence that recorded none,
     or whose record was dropped for newer ones. Recorded are requests with `return_routed_experts`, and those of
     sessions whose user_metadata has `routed_experts: record`, on mixtures of experts.
     """
-    ids = parse(RoutedExpertsBody, body).sequence_ids
-    return {"routed_experts": [service.sampling.routed_experts.text(sequence_id, tenant) for sequence_id in ids]}
+    experts, tenant = call.service.sampling.routed_experts, call.tenant
+    return {"routed_experts": [experts.text(sequence_id, tenant) for sequence_id in call.body.sequence_ids]}

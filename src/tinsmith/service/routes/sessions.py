@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
-from fastapi import APIRouter, Response
+from starlette.responses import Response
 
 from tinsmith.engine.training.loss_specs import EXTENSIONS
 from tinsmith.errors import Gone
 from tinsmith.service.checkpoints import LIVE
-from tinsmith.service.dependencies import IdempotencyKey, RawBody, ServiceDep, Tenant
-from tinsmith.service.wire.schemas import FinishBody, HeartbeatBody, SessionBody, parse
+from tinsmith.service.http.bodies import JsonBody
+from tinsmith.service.http.endpoint import Call, Json, Routes
+from tinsmith.service.http.parameters import IdempotencyKey, Parameters
+from tinsmith.service.wire.schemas import FinishBody, HeartbeatBody, SessionBody
 
-router = APIRouter()
+routes = Routes()
 
 RECORDING = ("return_routed_experts",)
 """Fields of asample that this server adds."""
@@ -33,71 +34,76 @@ CLIENT_CONFIG = {
 }
 
 
-@router.post("/client/config")
-async def client_config(_tenant: Tenant, service: ServiceDep) -> dict[str, Any]:
+@routes.post("/client/config")
+async def client_config(call: Call[None]) -> Json:
     """Flags of the client. Bodies are compressed unless the server is bound to localhost."""
-    compress = not service.config.is_loopback if service.config.compress is None else service.config.compress
+    config = call.service.config
+    compress = not config.is_loopback if config.compress is None else config.compress
     return {
         **CLIENT_CONFIG,
-        "pjwt_auth_enabled": service.config.tokens,
+        "pjwt_auth_enabled": config.tokens,
         "proto_compress_fwdbwd": compress,
-        "custom_loss_server_side": service.config.custom_losses,
+        "custom_loss_server_side": config.custom_losses,
     }
 
 
-@router.post("/client/dynamic_config")
-async def dynamic_config(_tenant: Tenant) -> dict[str, Any]:
+@routes.post("/client/dynamic_config")
+async def dynamic_config(_call: Call[None]) -> Json:
     """Flags that the client refreshes every five minutes."""
     return {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
 
 
-@router.post("/create_session")
-async def create_session(
-    tenant: Tenant, service: ServiceDep, body: RawBody, x_idempotency_key: IdempotencyKey = None
-) -> dict[str, Any]:
+class SessionParameters(Parameters):
+    """create_session."""
+
+    x_idempotency_key: IdempotencyKey = None
+
+
+@routes.post("/create_session", body=SessionBody, params=SessionParameters)
+async def create_session(call: Call[SessionBody, SessionParameters]) -> Json:
     """Create a session; the same X-Idempotency-Key returns the same session."""
-    session = await service.sessions.begin(tenant, x_idempotency_key, parse(SessionBody, body))
+    session = await call.service.sessions.begin(call.tenant, call.params.x_idempotency_key, call.body)
     return {"session_id": session.id, "type": "create_session"}
 
 
-@router.post("/session_heartbeat")
-async def session_heartbeat(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, str]:
+@routes.post("/session_heartbeat", body=HeartbeatBody)
+async def session_heartbeat(call: Call[HeartbeatBody]) -> Json:
     """Keep a session alive; 410 after its end."""
-    session_id = parse(HeartbeatBody, body).session_id
-    session = service.sessions.find(session_id, tenant)
+    session_id, sessions = call.body.session_id, call.service.sessions
+    session = sessions.find(session_id, call.tenant)
     if session.ended is not None:
         raise Gone(f"Session {session_id} has ended ({session.ended}).", "Create another session.")
-    service.sessions.heartbeat(session_id, tenant)
+    sessions.heartbeat(session_id, call.tenant)
     return {"type": "session_heartbeat"}
 
 
-@router.post("/sessions/{session_id}/finish")
-async def finish_session(session_id: str, tenant: Tenant, service: ServiceDep, body: RawBody) -> Response:
+@routes.post("/sessions/{session_id}/finish", body=JsonBody(FinishBody, optional=True))
+async def finish_session(call: Call[FinishBody]) -> Response:
     """End a session: queued training still runs, then its models are unloaded; running samples are cancelled."""
-    request = parse(FinishBody, body or b"{}")
-    await service.sessions.end(service.sessions.find(session_id, tenant), request.reason.type, request.detail)
-    await service.sampling.cancel_session(session_id)
+    session = call.service.sessions.find(call.path("session_id"), call.tenant)
+    await call.service.sessions.end(session, call.body.reason.type, call.body.detail)
+    await call.service.sampling.cancel_session(session.id)
     return Response(status_code=204)
 
 
-@router.get("/sessions/{session_id}/queue")
-async def get_waits(session_id: str, tenant: Tenant, service: ServiceDep) -> dict[str, Any]:
+@routes.get("/sessions/{session_id}/queue")
+async def get_waits(call: Call[None]) -> Json:
     """What a session waits for: each queue in which it has requests and none of them runs, with the reason."""
-    return {"waits": service.waits(service.sessions.find(session_id, tenant).id)}
+    return {"waits": call.service.waits(call.service.sessions.find(call.path("session_id"), call.tenant).id)}
 
 
-@router.post("/telemetry")
-async def telemetry(_tenant: Tenant) -> dict[str, str]:
+@routes.post("/telemetry")
+async def telemetry(_call: Call[None]) -> Json:
     """Accept telemetry and discard it: it holds tracebacks and paths of the client's machine."""
     return {"status": "accepted"}
 
 
-@router.get("/get_server_capabilities")
-async def get_server_capabilities(_tenant: Tenant, service: ServiceDep) -> dict[str, Any]:
+@routes.get("/get_server_capabilities")
+async def get_server_capabilities(call: Call[None]) -> Json:
     """Served models with their context lengths, routers and whether they take images, and extensions of the protocol by
     the field they extend."""
     models = []
-    for name, worker in service.workers.items():
+    for name, worker in call.service.workers.items():
         card = await worker.host.card()
         models.append(
             {

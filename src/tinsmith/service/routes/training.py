@@ -8,10 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Generic, TypeVar
-
-from fastapi import APIRouter, Depends, Request
-from fastapi.responses import JSONResponse
+from typing import Any, Generic, TypeVar
 
 from tinsmith.engine.base import AdamParams, LoraSpec, Pass
 from tinsmith.engine.training.shadow_plan import CHECKPOINT, SHADOW, shadow_settings
@@ -19,10 +16,12 @@ from tinsmith.engine.validation import check_adam, check_lora, check_pass
 from tinsmith.errors import BadRequest, Unsupported
 from tinsmith.service.checkpoints import check_name, check_ttl
 from tinsmith.service.concurrency import run_in_thread_if_large
-from tinsmith.service.dependencies import PassBody, RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.encryption import recipients
+from tinsmith.service.http.bodies import PassBody
+from tinsmith.service.http.endpoint import Call, EarlyResponse, Json, Routes
 from tinsmith.service.observability.logs import add_log_context
 from tinsmith.service.routes.custom_losses import attach_custom_loss
+from tinsmith.service.service import Service
 from tinsmith.service.shadows import check_not_shadow, live_model, registered_shadow, shadow_ttl
 from tinsmith.service.storage.payloads import encode_operation
 from tinsmith.service.storage.records import (
@@ -39,8 +38,8 @@ from tinsmith.service.storage.records import (
     SaveState,
     request_id_of,
 )
-from tinsmith.service.wire.decoding import DECODED, DecodedPass, decode_pass_body, unpack
-from tinsmith.service.wire.protobuf import MAX_BODY_BYTES, append_config
+from tinsmith.service.wire.passes import DecodedPass
+from tinsmith.service.wire.protobuf import append_config
 from tinsmith.service.wire.schemas import (
     CreateModelBody,
     GetInfoBody,
@@ -51,26 +50,11 @@ from tinsmith.service.wire.schemas import (
     SaveExternalBody,
     StepBody,
     UnloadBody,
-    parse,
 )
 
-router = APIRouter()
+routes = Routes()
 
 B = TypeVar("B", StepBody, SaveBody, SaveExternalBody)
-
-
-class AlreadyAccepted(Exception):
-    """The request was accepted before: the client repeats it and gets the same promise."""
-
-    def __init__(self, request_id: str) -> None:
-        super().__init__(request_id)
-        self.request_id = request_id
-
-
-async def promise_again(_http: Request, error: Exception) -> JSONResponse:
-    """The response to a repeated request."""
-    assert isinstance(error, AlreadyAccepted)
-    return JSONResponse({"request_id": error.request_id})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,28 +71,23 @@ class NewRequest(Generic[B]):
         return await _accept(self.service, self.model, self.body.seq_id, operation, payload)
 
 
-class NewRequestOf(Generic[B]):
-    """Dependency: the request's body as `body_type`, and its model. Raises AlreadyAccepted for a repeated request."""
-
-    def __init__(self, body_type: type[B]) -> None:
-        self._body_type = body_type
-
-    async def __call__(self, tenant: Tenant, service: ServiceDep, body: RawBody) -> NewRequest[B]:
-        parsed = parse(self._body_type, body)
-        model = service.trainable_model(parsed.model_id, tenant)
-        if not isinstance(parsed, StepBody):
-            check_not_shadow(service, model, "saving")
-        await _check_new(service, model, parsed.seq_id)
-        return NewRequest(body=parsed, model=model, service=service)
+async def _new_request(call: Call[B]) -> NewRequest[B]:
+    """The request and its model. A repeated request is answered with its promise."""
+    body = call.body
+    model = call.service.trainable_model(body.model_id, call.tenant)
+    if not isinstance(body, StepBody):
+        check_not_shadow(call.service, model, "saving")
+    await _check_new(call.service, model, body.seq_id)
+    return NewRequest(body=body, model=model, service=call.service)
 
 
 async def _check_new(service: Service, model: Model, seq: int) -> None:
-    """Raise AlreadyAccepted if the model's request `seq` was accepted, BadRequest if it is too late for it."""
+    """Answer with the promise if the model's request `seq` was accepted. Raises BadRequest if it is too late for it."""
     add_log_context(request_id=request_id_of(model.id, seq))
     if not 1 <= seq < 2**63:
         raise BadRequest(f"seq_id is {seq}.", "Number a model's requests from 1.")
     if await service.worker(model.base_model).is_accepted(model, seq):
-        raise AlreadyAccepted(request_id_of(model.id, seq))
+        raise EarlyResponse({"request_id": request_id_of(model.id, seq)})
 
 
 async def _accept(
@@ -118,10 +97,10 @@ async def _accept(
     return {"request_id": await worker.accept(model, seq, operation, payload, is_new=is_new)}
 
 
-@router.post("/create_model")
-async def create_model(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
+@routes.post("/create_model", body=CreateModelBody)
+async def create_model(call: Call[CreateModelBody]) -> Json:
     """Create a model with a fresh adapter. Without a seed from the client, the service draws one."""
-    request = parse(CreateModelBody, body)
+    service, tenant, request = call.service, call.tenant, call.body
     session = service.sessions.touch(request.session_id, tenant)
     model_id = _model_id(request.session_id, request.model_seq_id)
     if service.store.find(Model, model_id) is not None:
@@ -143,13 +122,14 @@ async def create_model(tenant: Tenant, service: ServiceDep, body: RawBody) -> di
     return {**promise, "model_id": model_id}
 
 
-@router.post("/get_info")
-async def get_info(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
+@routes.post("/get_info", body=GetInfoBody)
+async def get_info(call: Call[GetInfoBody]) -> Json:
     """Describe a model. `tokenizer_id` is the tokenizer's hub id, or its folder for clients of this machine.
 
     Clients of other machines get no folder, and load the tokenizer by the model's name.
     """
-    model = service.model(parse(GetInfoBody, body).model_id, tenant)
+    service = call.service
+    model = service.model(call.body.model_id, call.tenant)
     card = await service.worker(model.base_model).host.card()
     tokenizer = await service.tokenizer_id(card)
     return {
@@ -163,11 +143,11 @@ async def get_info(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[s
     }
 
 
-@router.post("/forward_backward")
-async def forward_backward(request: Request, tenant: Tenant, service: ServiceDep, body: PassBody) -> dict[str, Any]:
+@routes.post("/forward_backward", body=PassBody())
+async def forward_backward(call: Call[DecodedPass]) -> Json:
     """Run a forward pass, or forward and backward. The journal keeps the body as it was sent."""
-    plain, decoded = await _decode_pass(request, body)
-    seq, operation = decoded.seq, decoded.operation
+    service, tenant, decoded = call.service, call.tenant, call.body
+    seq, operation, plain = decoded.seq, decoded.operation, decoded.plain or call.content
     model = service.trainable_model(operation.model_id, tenant)
     await _check_new(service, model, seq)
     service.sequences.check(decoded.claims, tenant)
@@ -179,15 +159,6 @@ async def forward_backward(request: Request, tenant: Tenant, service: ServiceDep
     return await _accept(service, model, seq, operation, payload)
 
 
-async def _decode_pass(request: Request, body: bytes) -> tuple[bytes, DecodedPass]:
-    """(decompressed body, its content), which a front end has decoded if there is one."""
-    packed = request.scope.get(DECODED)
-    if packed is not None:
-        return body, await run_in_thread_if_large(len(packed), unpack, packed)
-    encoding = request.headers.get("content-encoding")
-    return await run_in_thread_if_large(MAX_BODY_BYTES if encoding else len(body), decode_pass_body, body, encoding)
-
-
 def _with_checkpoint(service: Service, model: Model, operation: Pass, payload: bytes) -> tuple[Pass, bytes]:
     """A shadow pass and its payload with the id of the checkpoint that it starts from."""
     inherits = shadow_settings(operation).optimizer == "adam_inherit"
@@ -197,9 +168,10 @@ def _with_checkpoint(service: Service, model: Model, operation: Pass, payload: b
     return replace(operation, loss_config=config), append_config(payload, config)
 
 
-@router.post("/optim_step")
-async def optim_step(new: Annotated[NewRequest[StepBody], Depends(NewRequestOf(StepBody))]) -> dict[str, Any]:
+@routes.post("/optim_step", body=StepBody)
+async def optim_step(call: Call[StepBody]) -> Json:
     """Update the model with one AdamW step."""
+    new = await _new_request(call)
     _check_adamw(new.body.optimizer_params)
     if new.body.adam_params is None:
         raise BadRequest("optim_step has no adam_params.", "Send all six, or {} for the defaults.")
@@ -208,9 +180,10 @@ async def optim_step(new: Annotated[NewRequest[StepBody], Depends(NewRequestOf(S
     return await new.accept(OptimStep(adam=adam))
 
 
-@router.post("/save_weights")
-async def save_weights(new: Annotated[NewRequest[SaveBody], Depends(NewRequestOf(SaveBody))]) -> dict[str, Any]:
+@routes.post("/save_weights", body=SaveBody)
+async def save_weights(call: Call[SaveBody]) -> Json:
     """Save weights and optimizer state as a named checkpoint."""
+    new = await _new_request(call)
     request = new.body
     name = request.path if request.path is not None else f"{request.seq_id:06d}"
     check_name(name)
@@ -222,14 +195,13 @@ async def save_weights(new: Annotated[NewRequest[SaveBody], Depends(NewRequestOf
     return await new.accept(SaveState(name=name, overwrite=request.overwrite, ttl_seconds=ttl, metadata=metadata))
 
 
-@router.post("/save_weights_for_sampler")
-async def save_weights_for_sampler(
-    new: Annotated[NewRequest[SaveBody], Depends(NewRequestOf(SaveBody))],
-) -> dict[str, Any]:
+@routes.post("/save_weights_for_sampler", body=SaveBody)
+async def save_weights_for_sampler(call: Call[SaveBody]) -> Json:
     """Save weights for sampling: as a named checkpoint, or without a name into a sampling session.
 
     A `snapshot` session keeps these weights; an `inflight` session switches to those of later inflight saves.
     """
+    new = await _new_request(call)
     request = new.body
     check_ttl(request.ttl_seconds)
     kinds = ("snapshot", "inflight") if request.path is None else ("snapshot",)
@@ -247,11 +219,10 @@ async def save_weights_for_sampler(
     return await new.accept(SaveSampler(sampler_id=sampler_id, inflight=inflight, ttl_seconds=ttl, metadata=metadata))
 
 
-@router.post("/save_weights_external")
-async def save_weights_external(
-    new: Annotated[NewRequest[SaveExternalBody], Depends(NewRequestOf(SaveExternalBody))],
-) -> dict[str, Any]:
+@routes.post("/save_weights_external", body=SaveExternalBody)
+async def save_weights_external(call: Call[SaveExternalBody]) -> Json:
     """Export weights as PEFT files with signed links, encrypted if there are recipients."""
+    new = await _new_request(call)
     request = new.body
     check_ttl(request.ttl_seconds)
     public_keys = request.age_encryption_recipients or []
@@ -260,10 +231,10 @@ async def save_weights_external(
     return await new.accept(SaveExternal(name=request.path, ttl_seconds=request.ttl_seconds, recipients=public_keys))
 
 
-@router.post("/load_weights")
-async def load_weights(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
+@routes.post("/load_weights", body=LoadBody)
+async def load_weights(call: Call[LoadBody]) -> Json:
     """Load a checkpoint into a new model (session_id, model_seq_id) or an existing one (model_id, seq_id)."""
-    request = parse(LoadBody, body)
+    service, tenant, request = call.service, call.tenant, call.body
     if request.model_id is None:
         return await _create_by_load(service, tenant, request)
     model = service.trainable_model(request.model_id, tenant)
@@ -366,10 +337,11 @@ def _check_adamw(optimizer: OptimizerBody | None) -> None:
         raise Unsupported(f"Optimizer '{optimizer.type}' is not supported.", "Use adamw: AdamParams in optim_step.")
 
 
-@router.post("/unload_model")
-async def unload_model(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
+@routes.post("/unload_model", body=UnloadBody)
+async def unload_model(call: Call[UnloadBody]) -> Json:
     """End a model after its queued requests; its checkpoints stay. Only SDKs before 0.26 call this route."""
-    model = service.model(parse(UnloadBody, body).model_id, tenant)
+    service, tenant = call.service, call.tenant
+    model = service.model(call.body.model_id, tenant)
     if model.state != "ended":
         service.worker(model.base_model).unload(model)
     request_id = f"{model.id}:unload"

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
-from fastapi.responses import JSONResponse
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.chat.errors import ENDINGS, as_tinsmith_error
+from tinsmith.service.drain import Drain
 from tinsmith.service.observability.logs import HttpLogContext
 from tinsmith.service.observability.metrics import Telemetry
-from tinsmith.service.sampling import Sampling
-from tinsmith.service.training.worker import Worker
 from tinsmith.service.wire.errors import error_json, error_response
 
 SERVED_WHILE_DRAINING = (
@@ -34,26 +32,6 @@ SERVED_WHILE_DRAINING = (
 """Last segments of paths that start no new work: they fetch results, keep sessions alive or end them."""
 
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
-
-
-class Drain:
-    """Shutdown of a service: no new work starts, running work is completed and written."""
-
-    def __init__(self, workers: Callable[[], list[Worker]], sampling: Sampling) -> None:
-        self._workers = workers
-        self._sampling = sampling
-        self.started = False
-
-    async def run(self, within_s: float) -> bool:
-        """Drain; returns whether all running work completed in time. The next server resumes the rest."""
-        self.started = True
-        waits = [*(worker.drain() for worker in self._workers()), self._sampling.drain()]
-        try:
-            async with asyncio.timeout(within_s):
-                await asyncio.gather(*waits)
-        except TimeoutError:
-            return False
-        return True
 
 
 class RequestMiddleware:
@@ -96,9 +74,10 @@ class RequestMiddleware:
 
 
 def route_of(scope: Scope) -> str:
-    """The route's pattern. The path is never logged: it may hold ids, and signatures that open files."""
-    route: Any = scope.get("route")
-    return route.path if route is not None else "(none)"
+    """The route's pattern, as its module declares it. The path is never logged: it may hold ids, and signatures that
+    open files."""
+    mounted: Any = scope.get("endpoint")
+    return mounted.endpoint.path if mounted is not None else "(none)"
 
 
 def _method_of(scope: Scope) -> str:

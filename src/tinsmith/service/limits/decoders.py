@@ -1,8 +1,9 @@
-"""Parsing of large JSON bodies in processes of its own.
+"""Decoding of large bodies in processes of its own, and of other large work in few threads.
 
-A parser holds Python's lock from the first byte to the last, so that in a thread it would delay every other response
-of the API process. A worker process (`python -m tinsmith.service.limits.parsing`) starts when the first large body
-needs it, reads pickled calls from standard input, and ends when its parent closes that or dies.
+A JSON parser holds Python's lock from the first byte to the last, so that in a thread it would delay every other
+response of the API process; the arrays of a forward_backward are thousands of short steps that hold it. A decoder
+process (`python -m tinsmith.service.limits.decoders`) starts when the first large body needs it, reads pickled calls
+from standard input, and ends when its parent closes that or dies.
 """
 
 from __future__ import annotations
@@ -21,33 +22,31 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from tinsmith.errors import Busy, TinsmithError, TooLarge
+from tinsmith.service.concurrency import LARGE_BYTES
 
-LARGE_BYTES = 64 * 2**10
-"""Bytes from which parsing a body takes longer than the way to another process and back."""
-
-MEMORY_BYTES = 2**30
-"""Address space of a worker. A body of empty lists takes 30 times its size."""
+MEMORY_BYTES = 2**31
+"""Address space of a process. A forward_backward of 256 MiB takes 7 times its size, a body of empty lists 30 times."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Parsers:
-    """Up to `size` worker processes, each of which parses one body at a time."""
+class Decoders:
+    """Up to `size` processes, each of which decodes one body at a time."""
 
     def __init__(self, size: int = 2) -> None:
-        self._threads = ThreadPoolExecutor(size, thread_name_prefix="parsers")
+        self._threads = ThreadPoolExecutor(size, thread_name_prefix="decoders")
         self._idle: list[subprocess.Popen[bytes]] = []
 
-    async def run(self, size: int, parse: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
-        """Return the function's result. It runs in a worker if `size` bytes are more than LARGE_BYTES.
+    async def run(self, size: int, decode: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
+        """Return the function's result. It runs in a process if `size` bytes are more than LARGE_BYTES.
 
         The function must be importable by name. Raises Tinsmith's errors as they are, others as a RuntimeError with the
-        traceback, and Busy if the worker dies.
+        traceback, and Busy if the process dies.
         """
         if size <= LARGE_BYTES:
-            return parse(*args, **options)
-        call = asyncio.get_running_loop().run_in_executor(self._threads, self._call, (parse, args, options))
+            return decode(*args, **options)
+        call = asyncio.get_running_loop().run_in_executor(self._threads, self._call, (decode, args, options))
         is_error, value = await call
         if is_error:
             raise value
@@ -62,14 +61,17 @@ class Parsers:
         return await asyncio.get_running_loop().run_in_executor(threads, partial(function, *args, **options))
 
     def close(self) -> None:
-        """End the workers."""
+        """End the processes."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         while self._idle:
             _end(self._idle.pop())
 
     def _call(self, call: tuple[Any, ...]) -> tuple[bool, Any]:
-        """Send a call to a worker and wait for its reply. Runs in a thread."""
-        worker = self._idle.pop() if self._idle else _start()
+        """Send a call to a process and wait for its reply. Runs in a thread."""
+        try:
+            worker = self._idle.pop()  # no look before: another thread may take the last one in between
+        except IndexError:
+            worker = _start()
         assert worker.stdin is not None
         assert worker.stdout is not None
         try:
@@ -78,7 +80,7 @@ class Parsers:
             reply = pickle.load(worker.stdout)
         except (OSError, EOFError):
             _end(worker)
-            return True, Busy("The process that parsed the body ended.", "Submit it again, or send less at once.")
+            return True, Busy("The process that decoded the body ended.", "Submit it again, or send less at once.")
         self._idle.append(worker)
         return reply
 
@@ -112,7 +114,7 @@ def main() -> None:
             except TinsmithError as error:
                 reply = True, error
             except MemoryError:
-                reply = True, TooLarge("The body needs too much memory to be parsed.", "Send less in one request.")
+                reply = True, TooLarge("The body needs too much memory to be decoded.", "Send less in one request.")
             except Exception as error:  # noqa: BLE001 - a bug fails this request alone; its class may not be picklable
                 reply = True, RuntimeError("".join(traceback.format_exception(error)))
             pickle.dump(reply, replies, protocol=pickle.HIGHEST_PROTOCOL)

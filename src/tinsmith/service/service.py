@@ -1,32 +1,30 @@
-"""FastAPI dependencies of the routes: the service, the authenticated key and tenant, the request's body.
+"""The parts of a running service, as its routes reach them.
 
-Routes reach only what their tenant owns; resources of other tenants answer as if they did not exist.
+A route reaches only what its tenant owns; resources of other tenants answer as if they did not exist.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import Depends, Header, Request
+from starlette.requests import Request
 
 from tinsmith.chat.tokenizer import CHARACTERS, Tokenizer, TokenizerCache, write_character_tokenizer
 from tinsmith.engine.base import ModelCard
 from tinsmith.engine.config import cache_folder
 from tinsmith.engine.validation import did_you_mean
-from tinsmith.errors import BadRequest, Forbidden, NotFound, Unauthorized
+from tinsmith.errors import BadRequest, NotFound, Unauthorized
 from tinsmith.service.base_models import BaseModels
 from tinsmith.service.budgets.disk import DiskMonitor
 from tinsmith.service.checkpoints import CheckpointCopies, Checkpoints
 from tinsmith.service.config import ServeConfig
+from tinsmith.service.drain import Drain
 from tinsmith.service.engines.queue_view import QueueEntry, reason_of_wait
-from tinsmith.service.limits.bodies import SMALL_BYTES, LargeBodies, prompt_limit, read_body
-from tinsmith.service.limits.connections import AddressCounts
-from tinsmith.service.limits.parsing import Parsers
-from tinsmith.service.middleware import Drain
+from tinsmith.service.limits.bodies import LargeBodies
+from tinsmith.service.limits.connections import Connections
+from tinsmith.service.limits.decoders import Decoders
 from tinsmith.service.observability.audit import AuditLog
 from tinsmith.service.observability.logs import add_log_context
 from tinsmith.service.observability.metrics import Telemetry
@@ -43,7 +41,6 @@ from tinsmith.service.tenancy.quotas import QuotaEnforcer
 from tinsmith.service.tenancy.signing import TOKEN_PREFIX, Signer, write_private_file
 from tinsmith.service.training.journal import Journal
 from tinsmith.service.training.worker import Worker
-from tinsmith.service.wire.protobuf import MAX_BODY_BYTES
 from tinsmith.service.wire.provenance import SequenceRegistry
 
 
@@ -73,10 +70,9 @@ class Service:
     telemetry: Telemetry
     drain: Drain
     tokenizers: TokenizerCache
-    connections: AddressCounts
-    """Open connections, of front ends too."""
+    connections: Connections
     bodies: LargeBodies
-    parsers: Parsers
+    decoders: Decoders
     base_models: BaseModels
 
     @property
@@ -201,15 +197,6 @@ class Service:
             )
         return model
 
-    async def read_prompt(self, request: Request, owner: str) -> AbstractAsyncContextManager[bytes]:
-        """The body of a request with prompts, whose limit follows from the largest context that is served."""
-        hosts = [worker.host for worker in self.workers.values()]
-        cards = [host.latest_card for host in hosts if host.latest_card] or [await hosts[0].card()]
-        context = max(card.context_length for card in cards)
-        hint = f"No prompt is longer than {context} tokens: send fewer, or shorter, prompts in a request."
-        limit = prompt_limit(context, images=any(card.images for card in cards))
-        return self.bodies.read(request, owner, limit, hint)
-
     def sampler(self, sampler_id: str, owner: str) -> SamplingSession:
         """A sampling session of this tenant. Raises NotFound."""
         sampler = self.store.find(SamplingSession, sampler_id)
@@ -234,79 +221,3 @@ def server_key(config: ServeConfig) -> tuple[str | None, bool]:
     key = generate_key()
     write_private_file(config.key_file, key)
     return key, True
-
-
-async def get_service(request: Request) -> Service:
-    """The service of the app."""
-    return request.app.state.service
-
-
-ServiceDep = Annotated[Service, Depends(get_service)]
-
-
-async def get_api_key(service: ServiceDep, x_api_key: Annotated[str, Header()] = "") -> ApiKey:
-    """The record of the key in the X-API-Key header. Raises Unauthorized."""
-    return service.authenticate(x_api_key)
-
-
-CallerKey = Annotated[ApiKey, Depends(get_api_key)]
-
-
-async def get_tenant(key: CallerKey) -> str:
-    """The owner of the key."""
-    return key.owner
-
-
-Tenant = Annotated[str, Depends(get_tenant)]
-
-
-def require_admin(key: ApiKey) -> None:
-    """Raise Forbidden unless the key may read data of all tenants."""
-    if not key.admin:
-        raise Forbidden(
-            f"The key '{key.name}' is not an admin key.", "Use the server's own key, or a key made with --admin."
-        )
-
-
-async def get_admin(key: CallerKey) -> ApiKey:
-    """The key, if it is an administrator's. Raises Forbidden."""
-    require_admin(key)
-    return key
-
-
-Admin = Annotated[ApiKey, Depends(get_admin)]
-
-
-async def read_small_body(request: Request) -> bytes:
-    """The request's body, of names, ids and settings. Raises TooLarge."""
-    return await read_body(request, SMALL_BYTES)
-
-
-RawBody = Annotated[bytes, Depends(read_small_body)]
-
-
-async def read_prompt_body(request: Request, tenant: Tenant, service: ServiceDep) -> AsyncIterator[bytes]:
-    """The body of a request with a prompt. Raises TooLarge, Busy."""
-    async with await service.read_prompt(request, tenant) as body:
-        yield body
-
-
-PromptBody = Annotated[bytes, Depends(read_prompt_body)]
-
-
-def pass_body(request: Request, tenant: str, service: Service) -> AbstractAsyncContextManager[bytes]:
-    """The body of a forward_backward request. Raises TooLarge, Busy."""
-    hint = "Send fewer data per request: fwdbwd_max_chunk_bytes_count of the SDK is 5,000,000 bytes."
-    return service.bodies.read(request, tenant, MAX_BODY_BYTES, hint)
-
-
-async def read_pass_body(request: Request, tenant: Tenant, service: ServiceDep) -> AsyncIterator[bytes]:
-    """`pass_body` as a dependency."""
-    async with pass_body(request, tenant, service) as body:
-        yield body
-
-
-PassBody = Annotated[bytes, Depends(read_pass_body)]
-
-IdempotencyKey = Annotated[str | None, Header(max_length=256)]
-"""X-Idempotency-Key, as a parameter with this name."""
