@@ -87,7 +87,6 @@ bench-growth: install  ## cost against tenants, rank, length, group size, batch 
 
 bench-service: install  ## overhead of the service, into benchmarks/results
 	$(BIN)/python -m benchmarks.service
-	$(BIN)/python -m benchmarks.endurance.frontends
 
 bench-scale: install  ## many GPUs in simulated time, checked against processes
 	$(BIN)/python -m benchmarks.scale.replicas

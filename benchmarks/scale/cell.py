@@ -13,7 +13,6 @@ import numpy as np
 
 from benchmarks.scale import tenants
 from benchmarks.scale.clock import now, simulate
-from benchmarks.scale.frontends import divided
 from benchmarks.scale.hardware import Hardware
 from benchmarks.scale.samplers import PromptCounts, SimulatedSampler, SimulatedSlots
 from benchmarks.scale.tenants import Record, Rows, Service, Tenant, active_tenants, answer_lengths
@@ -42,8 +41,6 @@ class Plan:
     seed: int = 1
     api_cores: float = 1.0
     """Speed of the API process; infinite for one that costs nothing."""
-    frontends: int = 0
-    """HTTP processes in front of the API process, each with a core of its own."""
     sampler_deaths: tuple[float, ...] = ()
     """Times, as parts of `seconds`."""
     trainer_deaths: tuple[float, ...] = ()
@@ -59,8 +56,6 @@ class Outcome:
     """GPU-seconds of sampler replicas: used, and lost by reason."""
     trainers: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     api_busy_s: float = 0.0
-    frontends_busy_s: list[float] = field(default_factory=list)
-    """Of each front end."""
     sequences: float = 0.0
     """Mean running sequences of a busy replica."""
     hits: float = 0.0
@@ -115,11 +110,6 @@ class Cell:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.hardware = plan, plan.hardware
-        self.frontends = [Core(1.0) for _ in range(plan.frontends)]
-        if self.frontends:
-            self.hardware, self.in_front = divided(plan.hardware)
-        self.connections: dict[str, Core] = {}
-        """The front end that has a tenant's connections."""
         self.counts = PromptCounts()
         self.core = Core(plan.api_cores)
         self.trainer = SimulatedTrainer(plan.trainers, plan.hardware)
@@ -145,17 +135,14 @@ class Cell:
         self.pool.on_change()
         return Service(sample=self.sample, train=self.train, step=self.step, publish=self.publish)
 
-    async def spend(self, tenant: Tenant, milliseconds: Callable[[Hardware], float]) -> None:
-        """Wait until a request has had its time of a front end, if there are any, and of the API process."""
-        if self.frontends:
-            following = self.frontends[len(self.connections) % len(self.frontends)]
-            await self.connections.setdefault(tenant.name, following).use(milliseconds(self.in_front))
+    async def spend(self, milliseconds: Callable[[Hardware], float]) -> None:
+        """Wait until a request has had its time of the API process."""
         await self.core.use(milliseconds(self.hardware))
 
     async def sample(self, tenant: Tenant, request: SampleRequest) -> list[int]:
         began = now()
         tokens = len(request.prompt)
-        await self.spend(tenant, lambda cpu: cpu.api_sample_ms + cpu.api_sample_per_prompt_token_ms * tokens)
+        await self.spend(lambda cpu: cpu.api_sample_ms + cpu.api_sample_per_prompt_token_ms * tokens)
         async with self.queue.admit(tenant.name, request):
             admitted = now()
             result = await self.pool.sample(request)
@@ -170,18 +157,18 @@ class Cell:
 
     async def train(self, tenant: Tenant, sequence: int, rows: Rows) -> None:
         began = now()
-        await self.spend(tenant, lambda cpu: cpu.api_pass_ms + cpu.api_pass_per_token_ms * rows.tokens)
+        await self.spend(lambda cpu: cpu.api_pass_ms + cpu.api_pass_per_token_ms * rows.tokens)
         await self.trainer.train(tenant.name, tenant.name, sequence, rows)
         self.outcome.trained_tokens += rows.tokens - int(rows.shared.sum())
         self.outcome.records[tenant].pass_waits.append(max(0.0, now() - began - self._alone(rows)))
 
     async def step(self, tenant: Tenant, sequence: int) -> None:
-        await self.spend(tenant, lambda cpu: cpu.api_step_ms)
+        await self.spend(lambda cpu: cpu.api_step_ms)
         await self.trainer.step(tenant.name, tenant.name, sequence)
 
     async def publish(self, tenant: Tenant, sequence: int) -> str:
         """A new version; the one before is deleted once it is published."""
-        await self.spend(tenant, lambda cpu: cpu.api_step_ms)
+        await self.spend(lambda cpu: cpu.api_step_ms)
         version = f"{tenant.name}/{sequence}"
         await self.pool.capture(tenant.name, version)
 
@@ -254,7 +241,7 @@ async def _run(plan: Plan) -> Outcome:
     cell.counts.tokens = cell.counts.hits = cell.counts.most = 0
     outcome.sampled_tokens = outcome.trained_tokens = 0
     cell.by_replica.clear()
-    busy, in_front = cell.core.busy_s, [each.busy_s for each in cell.frontends]
+    busy = cell.core.busy_s
     loop = asyncio.get_running_loop()
     start = now()
     for part in plan.trainer_deaths:
@@ -272,7 +259,6 @@ async def _run(plan: Plan) -> Outcome:
     if errors:
         raise errors[0]
     outcome.api_busy_s = cell.core.busy_s - busy
-    outcome.frontends_busy_s = [each.busy_s - before for each, before in zip(cell.frontends, in_front, strict=True)]
     outcome.hits = cell.counts.hits / max(1, cell.counts.tokens)
     outcome.most = cell.counts.most / max(1, cell.counts.tokens)
     loads = [cell.by_replica[place] for place in range(plan.samplers)]

@@ -46,7 +46,6 @@ def line(name: str, outcome: Outcome, cores: float = 1.0) -> dict[str, Any]:
         "sampled_per_gpu": outcome.sampled_tokens / plan.seconds / plan.samplers,
         "trained_per_gpu": outcome.trained_tokens / plan.seconds / plan.trainers,
         "api_busy": outcome.api_busy_s / plan.seconds if math.isfinite(cores) else 0.0,
-        "frontends_busy": [seconds / plan.seconds for seconds in outcome.frontends_busy_s],
         "busiest": outcome.busiest,
         "moved": outcome.moved,
         "undone_s": outcome.undone_s,
@@ -104,15 +103,6 @@ def loads() -> list[dict[str, Any]]:
     ]
 
 
-def frontends() -> list[dict[str, Any]]:
-    """The cells whose API process is busiest, without front ends and with one to three of them."""
-    cells: dict[str, dict[str, Any]] = {
-        "64 GPUs, 192 tenants": {"trainers": 16, "samplers": 48, "tenants": 192, "seconds": 20.0},
-        "256 GPUs, 256 tenants": {"trainers": 64, "samplers": 192, "tenants": 256, "seconds": 20.0},
-    }
-    return [_simulated(name, **plan, frontends=count) for name, plan in cells.items() for count in (0, 1, 2, 3)]
-
-
 def failures() -> list[dict[str, Any]]:
     """32 GPUs for two minutes: quiet, with a death of a replica, and with one of a rank."""
     base: dict[str, Any] = {"trainers": 8, "samplers": 24, "tenants": 32, "seconds": 120.0}
@@ -134,7 +124,6 @@ EXPERIMENTS: Mapping[str, Callable[[], list[dict[str, Any]]]] = {
     "ratios": ratios,
     "loads": loads,
     "failures": failures,
-    "frontends": frontends,
     "cells": cells,
 }
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.scale.frontends import measured
 from benchmarks.scale.hardware import Hardware
 from benchmarks.scale.replicas import Turn, ratios
 
@@ -50,7 +48,6 @@ def write(folder: Path) -> None:
         _waits([*results["sizes"], *results["loads"]], results["loads"]),
         _failures(results["failures"]),
         _needed(results["sizes"], results["loads"], results["cells"]),
-        _frontends(results["frontends"]),
     ]
     (folder / "scale.md").write_text("\n\n".join(parts) + "\n")
     _draw(folder / "scale.png", results)
@@ -258,46 +255,6 @@ def _needed(lines: Sequence[Figures], loads: Sequence[Figures], cells: Sequence[
 
 With {len(cells)} cells the API process of a cell is busy for {_percent(min(busy))} to {_percent(max(busy))} of the
 time. What a GPU costs the API process grows with the requests that it serves, so with its load: see the last lines."""
-
-
-def _frontends(lines: Sequence[Figures]) -> str:
-    rows = []
-    for line in lines:
-        in_front = line["frontends_busy"]
-        # As many front ends as keep each below 70 %, and the API process.
-        processes = math.ceil(sum(in_front) / 0.7) + 1 if in_front else 1
-        rows.append(
-            (
-                line["name"],
-                str(len(in_front)),
-                _percent(line["api_busy"]),
-                _percent(max(in_front)) if in_front else "",
-                f"{(line['sampled_per_gpu'] * line['samplers']):,.0f}",
-                f"{line['large_pass_p99']:.1f}",
-                f"{0.7 * line['gpus'] / line['api_busy']:,.0f}",
-                str(processes),
-            )
-        )
-    header = (
-        "", "front ends", "API core, busy", "busiest front end", "sampled tokens/s", "pass, large, p99, s",
-        "GPUs at which 70 % of the API core is busy", "processes for this load, each below 70 %",
-    )  # fmt: skip
-    alone, later, front = measured()
-    return f"""## HTTP front ends (`tinsmith serve --frontends`)
-
-The same cells with HTTP processes before the API process, each with a core of its own. Their CPU times are fitted to
-`frontends.json`: a sample costs the API process {alone.sample.fixed:.2f} ms and {1e6 * alone.sample.per_token:.0f} ns
-for each token of its prompt without them, {later.sample.fixed:.2f} ms and {1e6 * later.sample.per_token:.0f} ns with
-them, and a front end {front.sample.fixed:.2f} ms and {1e6 * front.sample.per_token:.0f} ns; a pass
-{alone.forward_backward.fixed:.1f} ms and {1e6 * alone.forward_backward.per_token:.0f} ns,
-{later.forward_backward.fixed:.1f} ms and {1e6 * later.forward_backward.per_token:.0f} ns, and
-{front.forward_backward.fixed:.1f} ms and {1e6 * front.forward_backward.per_token:.0f} ns. The simulation takes the
-ratios of these.
-
-{_table(header, rows)}
-
-What is left in the API process is the fixed cost of requests, so front ends move its limit a little, and cells move it
-as far as one likes."""
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

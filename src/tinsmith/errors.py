@@ -1,7 +1,7 @@
 """The error classes of Tinsmith.
 
 Every error a user can meet names the problem, its place, and the fix. It carries the HTTP status and the error category
-of the Tinker protocol. `service.app` turns errors into HTTP responses; `cli` prints them. Errors cross process
+of the Tinker protocol. `service.http` turns errors into HTTP responses; `cli` prints them. Errors cross process
 boundaries and must stay picklable: `args` contains only strings.
 
     TinsmithError            500 server   a bug here, or a failure of the machine

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import statistics
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from benchmarks.scale.frontends import PASSES, RESULTS, SAMPLES, STEP, divided, measured
 
 from benchmarks.scale.cell import Plan, run_plan
 from benchmarks.scale.check import in_simulation
@@ -84,37 +81,3 @@ def test_ratios_compare_pairs() -> None:
 async def _elapsed() -> float:
     await asyncio.sleep(3600)
     return now()
-
-
-def test_costs_of_front_ends_are_the_measured_ones() -> None:
-    """Fails if a cost of the simulation leaves the measurement: each request, with front ends and without."""
-    results = json.loads(RESULTS.read_text())
-    alone, with_frontends, front = measured()
-    for costs, process, ways in (
-        (alone, "core_ms", (0,)),
-        (with_frontends, "core_ms", (1, 2)),
-        (front, "frontend_ms", (1, 2)),
-    ):
-        predicted = {
-            SAMPLES[0]: costs.sample.of(64),
-            SAMPLES[1]: costs.sample.of(8000),
-            PASSES[0]: costs.forward_backward.of(2400),
-            PASSES[1]: costs.forward_backward.of(52_500),
-            STEP: costs.forward_backward.of(16) + costs.step,
-        }
-        for request, expected in predicted.items():
-            figures = [turn[process] for way in ways for turn in results[request][way]]
-            assert expected == pytest.approx(statistics.median(figures), rel=0.15), (request, process)
-
-
-def test_front_ends_take_work_from_the_api_process() -> None:
-    """Fails if a request does not pass through a front end, or costs the API process the same with one."""
-    plan = Plan(trainers=1, samplers=2, tenants=6, seconds=10.0)
-    alone, with_two = run_plan(plan), run_plan(replace(plan, frontends=2))
-    with_frontends, front = divided(Hardware())
-    assert with_frontends.api_pass_per_token_ms < 0.8 * Hardware().api_pass_per_token_ms
-    assert front.api_pass_ms > 0
-    assert len(with_two.frontends_busy_s) == 2
-    assert min(with_two.frontends_busy_s) > 0
-    assert with_two.api_busy_s < alone.api_busy_s
-    assert alone.frontends_busy_s == []

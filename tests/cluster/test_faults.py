@@ -3,8 +3,7 @@
 `python -m tests.cluster.test_faults --kills 200 --seed 3` does a run by hand and prints its report: two training and
 two sampling processes of a tiny model on this machine, with `--ray` on three nodes of a Ray cluster, with `--fake` one
 training process and two sampling processes of the fake engine. With `--store` the processes do not see the data folder,
-and adapters go through an object store. `--frontends N` puts HTTP front ends before the service,
-which are killed and stopped as the other processes are. `--add` adds the run to benchmarks/results/faults.
+and adapters go through an object store. `--add` adds the run to benchmarks/results/faults.
 """
 
 from __future__ import annotations
@@ -47,12 +46,11 @@ TOLERANCE = 1e-5
 """Of the log-probabilities of samples: what else a replica samples changes how its sums round."""
 
 
-def run_fake(folder: Path, seed: int, count: int, *, tenants: int = 3, frontends: int = 0) -> Report:
+def run_fake(folder: Path, seed: int, count: int, *, tenants: int = 3) -> Report:
     """Carry out a plan of kills on a service with one training process and two sampling processes of fake engines."""
     quieten()
     plan = Plan.draw(seed, count, WEIGHTS, longest_s=1.5)
-    changes = {"cluster": ClusterConfig(samplers=2), "frontends": frontends}
-    config = fake_config(folder / "data").model_copy(update=changes)
+    config = fake_config(folder / "data").model_copy(update={"cluster": ClusterConfig(samplers=2)})
     return Run(folder, plan, tenants, config).run(_print)
 
 
@@ -63,7 +61,6 @@ def run_group(
     count: int,
     *,
     tenants: int = 3,
-    frontends: int = 0,
     weights: Mapping[str, int] = GROUP,
     address: str | None = None,
     machines: Machines | None = None,
@@ -72,7 +69,7 @@ def run_group(
     quieten()
     plan = Plan.draw(seed, count, weights, longest_s=3.0)
     cluster = ClusterConfig(address=address, trainers=2, shards=2, samplers=2)
-    config = group_config(folder / "data", model, cluster).model_copy(update={"frontends": frontends})
+    config = group_config(folder / "data", model, cluster)
     return Run(folder, plan, tenants, config, sampling_tolerance=TOLERANCE, machines=machines).run(_print)
 
 
@@ -140,7 +137,6 @@ def main() -> None:
     parser.add_argument("--ray", action="store_true", help="on a Ray cluster of three nodes on this machine")
     parser.add_argument("--fake", action="store_true", help="with the fake engine, whose trainer is one process")
     parser.add_argument("--store", action="store_true", help="without a shared folder, through an object store")
-    parser.add_argument("--frontends", type=int, default=0, help="HTTP processes before the service")
     parser.add_argument("--add", action="store_true", help="add the run to benchmarks/results/faults")
     parser.add_argument("--folder", type=Path, help="keep data, references and log here")
     options = parser.parse_args()
@@ -172,10 +168,10 @@ def _run_by_hand(options: argparse.Namespace, folder: Path, stack: ExitStack) ->
         model = save_model("llama", folder / "model")
         return run_store(folder, model, options.seed, options.kills, tenants=options.tenants)
     sys.executable = stack.enter_context(forkserver.python(folder))
-    sizes = {"tenants": options.tenants, "frontends": options.frontends}
     if options.fake:
-        return run_fake(folder, options.seed, options.kills, **sizes)
-    return run_group(folder, save_model("llama", folder / "model"), options.seed, options.kills, **sizes)
+        return run_fake(folder, options.seed, options.kills, tenants=options.tenants)
+    model = save_model("llama", folder / "model")
+    return run_group(folder, model, options.seed, options.kills, tenants=options.tenants)
 
 
 if __name__ == "__main__":

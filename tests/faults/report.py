@@ -21,7 +21,7 @@ NAMES = {
     "stop_api": "SIGSTOP of the API process for up to 1.5 s",
     "stop_engine": "SIGSTOP of the engine for up to 1.5 s",
     "stall_engine": "SIGSTOP of the engine for good",
-    "kill_process": "SIGKILL of one process of an engine of several: a rank, a replica or a front end",
+    "kill_process": "SIGKILL of one process of an engine of several: a rank or a replica",
     "stop_process": "SIGSTOP of one for up to 1.5 s",
     "stall_process": "SIGSTOP of one for good",
     "watchdog": "… and the watchdog killed what was stopped for good",

@@ -258,9 +258,8 @@ def _describe(config: ServeConfig) -> str:
     if cluster.is_single:
         return "one engine"
     trainers = f"{cluster.trainers} trainer{'s' * (cluster.trainers > 1)}"
-    frontends = f", {config.frontends} front ends" * (config.frontends > 0)
     slots = ", on Ray" * (cluster.address is not None) + ", through a store" * (config.store is not None)
-    return f"{trainers}, {cluster.samplers} samplers{frontends}{slots}"
+    return f"{trainers}, {cluster.samplers} samplers{slots}"
 
 
 async def make_keys(data: Path, names: list[str]) -> list[str]:

@@ -6,10 +6,12 @@ import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.cli.test_commands import tinsmith
+from tinsmith.proof import server
 from tinsmith.proof.checks import prove
 from tinsmith.proof.work import Address, Record, run_work
 from tinsmith.service.config import ServeConfig
@@ -58,3 +60,21 @@ def test_work_runs_on_the_fake_engine(tmp_path: Path):
         record = run_work(Address(url, key, "toy"))
     assert len(record.tokens) == len(record.sampled_logprobs) == len(record.trained_logprobs) > 100
     assert len(record) > 500
+
+
+def test_server_keeps_the_port_of_its_first_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a port is found by binding and closing a socket: another program can take it before the server."""
+    ports: list[int] = []
+
+    def start(config: ServeConfig, _log: Path) -> SimpleNamespace:
+        ports.append(config.port)
+        return SimpleNamespace(kill=lambda: None)
+
+    monkeypatch.setattr(server, "start_child", start)
+    monkeypatch.setattr(server, "end_child", lambda _: None)
+    monkeypatch.setattr(server, "url_of", lambda *_: "http://127.0.0.1:4321")
+    with server.ProofServer(ServeConfig(models=("toy",), engine="fake", data=tmp_path)) as proved:
+        proved.kill()
+        proved.start()
+        assert proved.address.url == "http://127.0.0.1:4321"
+    assert ports == [0, 4321]
