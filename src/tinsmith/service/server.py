@@ -172,8 +172,7 @@ def _assemble(
         )
 
     workers = (base_models := BaseModels(store, config.data, make_worker)).workers
-    bodies = LargeBodies()
-    connections = Connections(config.connections_per_address, config.request_timeout_s)
+    connections, bodies = Connections(config.connections_per_address, config.request_timeout_s), LargeBodies()
     gauges = partial(
         _gauges, store, workers, disk, journal, connections, bodies, futures, lambda host: sampling.queue(host)
     )

@@ -190,7 +190,7 @@ def mount(prefix: str, endpoint: Endpoint, service: Service) -> Route:
 
 
 class PathTable:
-    """ASGI middleware that finds routes without variable parts in a table: the router tries pattern after pattern."""
+    """ASGI middleware that finds routes without variable parts in a table: the router goes through all patterns."""
 
     def __init__(self, app: ASGIApp, routes: Iterable[Route]) -> None:
         self._app = app

@@ -64,7 +64,7 @@ class LargeBodies:
 async def _read(request: Request, limit: int, hint: str, held: Counter[str], owner: str) -> bytearray:
     """The body, whose bytes are added to `held`. If it is refused, they are not.
 
-    Declared bytes count before they arrive: a front end collects a body before this process has any of it.
+    Declared bytes count before they arrive, as they will be here soon.
     """
     declared = int(request.headers.get("content-length", 0))
     if declared > limit:

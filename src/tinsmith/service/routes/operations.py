@@ -30,14 +30,14 @@ ENDED_BY_ADMIN = "administrator"
 routes = Routes("/admin", admin_key)
 
 
-class SessionsParameters(Parameters):
+class AllSessionsParameters(Parameters):
     """admin/sessions."""
 
     ended: bool = False
 
 
-@routes.get("/sessions", params=SessionsParameters)
-async def list_all_sessions(call: Call[None, SessionsParameters]) -> Json:
+@routes.get("/sessions", params=AllSessionsParameters)
+async def list_all_sessions(call: Call[None, AllSessionsParameters]) -> Json:
     """Sessions of all tenants, those seen last first: owner, age, models, versions, bytes. `ended` adds ended ones."""
     service = call.service
     models, samplers = _by_session(service, Model), _by_session(service, SamplingSession)
