@@ -147,7 +147,8 @@ async def get_info(call: Call[GetInfoBody]) -> Json:
 async def forward_backward(call: Call[DecodedPass]) -> Json:
     """Run a forward pass, or forward and backward. The journal keeps the body as it was sent."""
     service, tenant, decoded = call.service, call.tenant, call.body
-    seq, operation, plain = decoded.seq, decoded.operation, decoded.plain or call.content
+    seq, operation = decoded.seq, decoded.operation
+    plain = decoded.plain if decoded.plain is not None else call.content
     model = service.trainable_model(operation.model_id, tenant)
     await _check_new(service, model, seq)
     service.sequences.check(decoded.claims, tenant)
