@@ -28,8 +28,9 @@ from tinsmith.rl.guards import event_loop
 from tinsmith.rl.policy.sdk import capabilities
 from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.rl.policy.tinker import TinkerPolicy
-from tinsmith.rl.run import Connect, Run, folder_path, with_fresh_folder
+from tinsmith.rl.run import Connect, Run
 from tinsmith.rl.run_folder import State
+from tinsmith.rl.run_parts import folder_path, with_fresh_folder
 from tinsmith.rl.stages import run_stages
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import END_S, embedded

@@ -14,8 +14,8 @@ from tests.rl.scripted_run import REPLIES, Killed, breaking, run, settings
 from tinsmith.errors import ConfigError
 from tinsmith.rl.bench import bench
 from tinsmith.rl.policy.scripted import ScriptedPolicy
-from tinsmith.rl.run import with_fresh_folder
 from tinsmith.rl.run_folder import read_state
+from tinsmith.rl.run_parts import with_fresh_folder
 
 
 class PathPolicy(ScriptedPolicy):

@@ -11,7 +11,7 @@ from tests.rl.scripted_run import run, scripted, settings
 from tinsmith.cli.log import log
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl import logs
-from tinsmith.rl.run import with_fresh_folder
+from tinsmith.rl.run_parts import with_fresh_folder
 
 
 def test_log_has_every_step_and_the_end(finished):

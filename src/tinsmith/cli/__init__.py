@@ -139,7 +139,7 @@ def demo(
     """
     from tinsmith.cli.runner import train
     from tinsmith.rl import demo as addition
-    from tinsmith.rl.run import folder_path
+    from tinsmith.rl.run_parts import folder_path
 
     console = new_console()
     settings = addition.settings(quick=quick, seed=seed, out=out, overrides=overrides)
@@ -209,7 +209,7 @@ def _print_error(error: TinsmithError, console: Console) -> None:
 def _print_results(settings: RunConfig, state: State, console: Console) -> None:
     """Print where the report, the metrics and the weights are, and how to serve them."""
     from tinsmith.rl.comparison import evaluations
-    from tinsmith.rl.run import folder_path
+    from tinsmith.rl.run_parts import folder_path
     from tinsmith.runner import own_service
 
     folder, service = folder_path(settings), own_service(settings)

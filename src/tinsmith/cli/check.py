@@ -88,7 +88,7 @@ def _check_monitors(run: RunConfig) -> None:
     """Print notes on the monitors. Raises ConfigError for one that cannot run on this machine."""
 
     from tinsmith.rl import monitors
-    from tinsmith.rl.run import folder_path
+    from tinsmith.rl.run_parts import folder_path
 
     stages = _stages(run)
     configs = dict.fromkeys(config for stage in stages if stage.mode != "bench" for config in stage.monitors)

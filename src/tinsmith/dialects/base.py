@@ -23,7 +23,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
@@ -74,6 +74,12 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", protected_namespaces=(), coerce_numbers_to_str=True, allow_inf_nan=False
     )
+    __translated__: ClassVar[dict[str, str]] = {}
+    """What the fields of this class become that functions translate; filled by `translates`."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__translated__ = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,9 +197,6 @@ def did_you_mean(name: str, candidates: Iterable[Any]) -> str:
     return f"Did you mean '{nearest}'?" if nearest else f"Known here: {', '.join(names) or 'none'}."
 
 
-_TRANSLATED: dict[tuple[type[Section], str], str] = {}
-
-
 def translates(section: type[Section], **becomes: str) -> Callable[[F], F]:
     """Mark a function as the translator of these fields; each text says which keys of RunConfig the field becomes.
 
@@ -204,9 +207,9 @@ def translates(section: type[Section], **becomes: str) -> Callable[[F], F]:
         for name, text in becomes.items():
             if name not in section.model_fields:
                 raise TypeError(f"{section.__name__} has no field {name}")
-            if (section, name) in _TRANSLATED or (_annotates(section, name) and _declared(section, name)):
+            if name in section.__translated__ or (_annotates(section, name) and _declared(section, name)):
                 raise TypeError(f"{section.__name__}.{name} has two fates")
-            _TRANSLATED[section, name] = text
+            section.__translated__[name] = text
         return function
 
     return register
@@ -305,9 +308,11 @@ def _plural(info: FieldInfo) -> str:
 def _fate(section: type[Section], name: str) -> Fate:
     """The fate of a field; a subclass overrides that of its base, by an annotation or a translator."""
     for kind in section.__mro__:
-        if (kind, name) in _TRANSLATED:
-            return Translated(_TRANSLATED[kind, name])
-        if issubclass(kind, Section) and _annotates(kind, name) and (declared := _declared(kind, name)):
+        if not issubclass(kind, Section):
+            continue
+        if name in kind.__translated__:
+            return Translated(kind.__translated__[name])
+        if _annotates(kind, name) and (declared := _declared(kind, name)):
             return declared
     raise TypeError(f"{section.__name__}.{name} has no fate")
 

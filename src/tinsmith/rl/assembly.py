@@ -18,7 +18,7 @@ from tinsmith.rl.data.demonstrations import Demonstrations
 from tinsmith.rl.data.tasks import TaskSampler
 from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.ending.until import EndCondition
-from tinsmith.rl.evaluate import Evaluator, is_partial
+from tinsmith.rl.evaluate import Evaluator
 from tinsmith.rl.monitors.base import RunInfo
 from tinsmith.rl.monitors.timeline import OverlapMeter, Timeline
 from tinsmith.rl.policy.base import Policy, Snapshot
@@ -36,7 +36,6 @@ from tinsmith.rl.rollouts.batch_source import (
 from tinsmith.rl.rollouts.buffers.memory import MemoryBuffer
 from tinsmith.rl.rollouts.buffers.replay import BatchSelector
 from tinsmith.rl.rollouts.coordination import CoordinationNotes
-from tinsmith.rl.rollouts.producer import SamplingPlan
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.sampling_loop import SamplingLoop
@@ -46,7 +45,14 @@ from tinsmith.rl.run import Connect, Run
 from tinsmith.rl.run_folder import RandomStates, RunFolder, State
 from tinsmith.rl.run_folder.agreement import agree
 from tinsmith.rl.run_folder.deferred import DeferredStates
-from tinsmith.rl.run_parts import RunData, connect_policy, eval_workflow_maker, taking_images_of, training_workflow
+from tinsmith.rl.run_parts import (
+    RunData,
+    connect_policy,
+    eval_workflow_maker,
+    sampling_plan,
+    taking_images_of,
+    training_workflow,
+)
 from tinsmith.rl.shadow.tinker import open_shadow
 
 
@@ -152,25 +158,6 @@ def _demonstrations(config: RunConfig, data: RunData, policy: Policy, state: Sta
     if state is not None:
         demonstrations.cursor = state.demonstrations_drawn
     return demonstrations
-
-
-def sampling_plan(config: RunConfig) -> SamplingPlan:
-    """The sampling plan. With sync.style fixed, step t uses batch t; else sampling runs as long as training."""
-    waiting = config.buffer
-    one_each = config.sync.style == "fixed" and not waiting.replay.enable and waiting.max_staleness is None
-    return SamplingPlan(
-        steps=config.steps if one_each else None,
-        groups=config.groups_per_step,
-        size=config.group_size,
-        staleness=config.staleness,
-        seed=config.seed,
-        sync=config.sync,
-        filters=config.filters,
-        recomputes=config.algorithm.recomputes,
-        filter_refills=config.filter_refills,
-        min_partial=config.min_partial_groups,
-        is_partial=lambda group: is_partial(group, config.eval.threshold),
-    )
 
 
 async def _batch_source(

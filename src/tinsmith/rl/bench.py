@@ -29,9 +29,8 @@ from tinsmith.rl.policy.base import SamplingClients
 from tinsmith.rl.policy.request_limit import RequestLimit
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
-from tinsmith.rl.run import folder_path
 from tinsmith.rl.run_folder import RunFolder, read_state
-from tinsmith.rl.run_parts import RunData, eval_workflow_maker, taking_images_of
+from tinsmith.rl.run_parts import RunData, eval_workflow_maker, folder_path, taking_images_of
 
 
 async def bench(

@@ -14,7 +14,6 @@ from rich.console import Console
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl import metrics, monitors
-from tinsmith.rl.assembly import sampling_plan
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.ending.stop import StopRequested, StopSignal
 from tinsmith.rl.guards.watchdog import watch_event_loop
@@ -29,10 +28,16 @@ from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.sampling_loop import SamplingLoop, TrainingEnded
 from tinsmith.rl.rollouts.task_draws import NameTakenError, SharedDraws
-from tinsmith.rl.run import folder_path
 from tinsmith.rl.run_folder import SETTINGS, RunFolder
 from tinsmith.rl.run_folder.agreement import agree
-from tinsmith.rl.run_parts import RunData, resolve_steps, taking_images_of, training_workflow
+from tinsmith.rl.run_parts import (
+    RunData,
+    folder_path,
+    resolve_steps,
+    sampling_plan,
+    taking_images_of,
+    training_workflow,
+)
 
 
 async def explore(

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ from tinsmith.rl.rollouts.backoff import GUARDED_STALENESS, Backoff
 from tinsmith.rl.rollouts.batch_source import BatchSource
 from tinsmith.rl.rollouts.filters import apply_filters
 from tinsmith.rl.rollouts.progress import Batch
-from tinsmith.rl.run_folder import SETTINGS, RandomStates, RunFolder, State
+from tinsmith.rl.run_folder import RandomStates, RunFolder, State
 from tinsmith.rl.run_folder.deferred import DeferredStates, ResumePoint
 from tinsmith.rl.run_folder.state import as_metadata, json_values
 from tinsmith.rl.run_parts import Connect as Connect
@@ -407,20 +406,3 @@ class Run:
         sampling_path = await self.policy.save_for_sampling(name) if last else ""
         self.states.add(point.with_values({"path": path, "sampling_path": sampling_path}))
         await (self.states.write_all() if last else self.states.write_complete())
-
-
-def with_fresh_folder(config: RunConfig, part: str = "") -> RunConfig:
-    """With `resume: rename` and a run in the folder, the configuration with the new folder FOLDER_YYYYmmddHHMMSS.
-
-    The commands and the Python API apply it once, before they start the run. `part`: look for this part of a run, such
-    as `bench`, in place of a training run.
-    """
-    folder = folder_path(config)
-    if config.resume != "rename" or not (folder / part / SETTINGS).exists():
-        return config
-    return config.model_copy(update={"folder": f"{folder}_{time.strftime('%Y%m%d%H%M%S')}"})
-
-
-def folder_path(config: RunConfig) -> Path:
-    """Path of the run folder."""
-    return Path(config.folder or f"runs/{config.name}").expanduser()

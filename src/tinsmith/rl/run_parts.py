@@ -1,10 +1,12 @@
-"""Parts of a run that its configuration determines: its data, its policy, and its workflows."""
+"""Parts of a run that its configuration determines: its folder, its data, its sampling, its policy, its workflows."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from rich.console import Console
@@ -15,12 +17,13 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.demonstrations import check_pair
 from tinsmith.rl.data.tasks import HeldOutTasks, TaskSampler, TasksConfig, split
 from tinsmith.rl.environments.mixture import mixture_workflow, split_environments
-from tinsmith.rl.evaluate import EvalConfig
+from tinsmith.rl.evaluate import EvalConfig, is_partial
 from tinsmith.rl.policy.base import Policy, SamplingConfig
 from tinsmith.rl.policy.chat import ChatCodec
 from tinsmith.rl.rewards import Rewards
+from tinsmith.rl.rollouts.producer import SamplingPlan
 from tinsmith.rl.rollouts.resources import RolloutResources
-from tinsmith.rl.run_folder import RunFolder, State, check_adapter, state_of_checkpoint
+from tinsmith.rl.run_folder import SETTINGS, RunFolder, State, check_adapter, state_of_checkpoint
 from tinsmith.rl.run_folder.resume_from import TasksPerStep
 from tinsmith.rl.types import Demonstration
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
@@ -217,3 +220,39 @@ def _check_continues(config: RunConfig, state: State) -> None:
             f"resume_from: nothing says which checkpoint has {lacking} of {state.path}.",
             "Name its state file FOLDER/checkpoints/step-000010.json.",
         )
+
+
+def sampling_plan(config: RunConfig) -> SamplingPlan:
+    """The sampling plan. With sync.style fixed, step t uses batch t; else sampling runs as long as training."""
+    waiting = config.buffer
+    one_each = config.sync.style == "fixed" and not waiting.replay.enable and waiting.max_staleness is None
+    return SamplingPlan(
+        steps=config.steps if one_each else None,
+        groups=config.groups_per_step,
+        size=config.group_size,
+        staleness=config.staleness,
+        seed=config.seed,
+        sync=config.sync,
+        filters=config.filters,
+        recomputes=config.algorithm.recomputes,
+        filter_refills=config.filter_refills,
+        min_partial=config.min_partial_groups,
+        is_partial=lambda group: is_partial(group, config.eval.threshold),
+    )
+
+
+def with_fresh_folder(config: RunConfig, part: str = "") -> RunConfig:
+    """With `resume: rename` and a run in the folder, the configuration with the new folder FOLDER_YYYYmmddHHMMSS.
+
+    The commands and the Python API apply it once, before they start the run. `part`: look for this part of a run, such
+    as `bench`, in place of a training run.
+    """
+    folder = folder_path(config)
+    if config.resume != "rename" or not (folder / part / SETTINGS).exists():
+        return config
+    return config.model_copy(update={"folder": f"{folder}_{time.strftime('%Y%m%d%H%M%S')}"})
+
+
+def folder_path(config: RunConfig) -> Path:
+    """Path of the run folder."""
+    return Path(config.folder or f"runs/{config.name}").expanduser()

@@ -24,8 +24,9 @@ from tinsmith.rl.bench import bench
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.policy.base import Policy
-from tinsmith.rl.run import Connect, folder_path
+from tinsmith.rl.run import Connect
 from tinsmith.rl.run_folder import RunFolder, State
+from tinsmith.rl.run_parts import folder_path
 from tinsmith.rl.train import train
 
 _FILE = "stages.json"

@@ -21,9 +21,9 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.rl.ending.stop import StopRequested, StopSignal, WorkCancelled
 from tinsmith.rl.ending.until import EndCondition
 from tinsmith.rl.guards.watchdog import watch_event_loop
-from tinsmith.rl.run import Connect, Run, StepTimer, folder_path
+from tinsmith.rl.run import Connect, Run, StepTimer
 from tinsmith.rl.run_folder import RunFolder, State
-from tinsmith.rl.run_parts import RunData, resolve_steps
+from tinsmith.rl.run_parts import RunData, folder_path, resolve_steps
 
 log = logging.getLogger(__name__)
 
