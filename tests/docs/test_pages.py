@@ -64,11 +64,13 @@ def test_every_page_is_in_the_navigation():
 
 
 @pytest.mark.parametrize(
-    "page", [ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem
+    "page",
+    [ROOT / "docs" / "code" / "tour.md", ROOT / "docs" / "code" / "extend.md", ROOT / "CONTRIBUTING.md"],
+    ids=lambda page: page.stem,
 )
 def test_source_files_named_in_pages_exist(page):
     named = re.findall(
         r"(?<![\w/])((?:chat|cli|dialects|engine|integrations|rl|service)/[\w/]+(?:\.py|/))(?!\w)", page.read_text()
     )
-    assert len(named) > 10
+    assert len(named) > 5
     assert [path for path in named if not (ROOT / "src" / "tinsmith" / path).exists()] == []
