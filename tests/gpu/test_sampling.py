@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.engine.data import pass_for
-from tests.engine.sampling.helpers import PROMPT, sample_request, trained_logprobs
+from tests.engine.sampling.helpers import PROMPT, assert_same_samples, sample_request, trained_logprobs
 from tests.models import KINDS
 from tinsmith.engine.base import AdamParams, LoraSpec, SampleResult
+from tinsmith.engine.sampling import sampler
+from tinsmith.engine.sampling.paged.pages import PagedCache
 
 pytestmark = pytest.mark.gpu
 
@@ -31,6 +34,36 @@ async def unequal(engine: Any, version: str) -> list[SampleResult]:
     """Requests of different lengths, in one batch."""
     requests = [sample_request(version=version, max_tokens=length, num_samples=2, seed=length) for length in LENGTHS]
     return list(await asyncio.gather(*(engine.sample(request) for request in requests)))
+
+
+@pytest.mark.parametrize(
+    "rule", [{}, {"top_k": 40, "top_p": 0.9, "topk_sample_logprobs": 3}], ids=["plain", "restricted"]
+)
+def test_graphs_over_pages_give_the_tokens_of_banks(
+    engine_of: Callable[..., Any],
+    device: str,
+    wait: Any,
+    model_id: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    rule: dict[str, Any],
+) -> None:
+    requests = [sample_request(max_tokens=length, num_samples=2, seed=length, **rule) for length in LENGTHS]
+    results = []
+    for has_pages in (True, False):
+        if not has_pages:
+            monkeypatch.setattr(sampler, "page_attention", lambda _: None)
+        engine = engine_of("llama", device=device, dtype="float32", cache_tokens=20_000 + has_pages)
+        assert isinstance(engine.sampler.batch.kv_cache, PagedCache) == (has_pages and device == "cuda")
+        wait(trained(engine, model_id))
+        for _ in range(2):  # the second time all steps are graphs
+            results.append([wait(engine.sample(replace(request, version=model_id))) for request in requests])
+        wait(engine.drop(model_id))
+        wait(engine.detach(model_id))
+    assert "cannot be a CUDA graph" not in caplog.text
+    for other in results[1:]:
+        for left, right in zip(results[0], other, strict=True):
+            assert_same_samples(left, right, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

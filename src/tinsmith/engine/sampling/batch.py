@@ -427,7 +427,8 @@ class RunningBatch:
         With one job at a time nothing stays: a prompt that is partly cached is computed in other shapes.
         """
         alone = self._scheduler.one_at_a_time
-        self.prefix_cache.shrink(0 if alone else self._scheduler.cache_tokens - self.kv_cache.allocated_tokens)
+        taken = self.kv_cache.allocated_tokens + (self._decoder.tokens if self._decoder else 0)
+        self.prefix_cache.shrink(0 if alone else self._scheduler.cache_tokens - taken)
 
 
 def _kind(job: SampleJob) -> tuple[int, bool]:

@@ -20,12 +20,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture
-def paged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TorchEngine]:
+@pytest.fixture(scope="session")
+def paged() -> Callable[..., TorchEngine]:
     """`paged(folder, capture=None, **settings)`: such an engine."""
 
     def build(source: Path, capture: Any = None, **settings: Any) -> TorchEngine:
-        with monkeypatch.context() as patches:
+        with pytest.MonkeyPatch.context() as patches:
             patches.setattr(sampler, "page_attention", lambda _: attend_gathered)
             patches.setattr(batch, "step_capture", lambda _: capture)
             return engine_on_cpu(source, **settings)

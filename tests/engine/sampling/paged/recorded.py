@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tinsmith.engine.sampling.paged.step import Graph
+
 
 class Recorder(TorchDispatchMode):
     """Records the operators within its context."""
@@ -57,9 +59,9 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not leaf.is_mkldnn
 
 
-def capture(run: Callable[[], None]) -> Callable[[], None]:
+def capture(run: Callable[[], None]) -> Graph:
     """As `step.cuda_capture`, whose capture computes nothing: here results are what they were before."""
     recorder = Recorder()
     with recorder:
         run()
-    return recorder.replay
+    return Graph(recorder.replay)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.data import pass_for
@@ -22,7 +22,7 @@ from tinsmith.engine.base import LoraSpec, SampleRequest, SampleResult, Sequence
 from tinsmith.engine.model import precision
 from tinsmith.engine.sampling import device_sampling, scheduler, token_sampling
 from tinsmith.engine.sampling.paged import adapter_slots, pages
-from tinsmith.engine.sampling.paged.step import DecodeStep
+from tinsmith.engine.sampling.paged.step import DecodeStep, Graph
 from tinsmith.engine.torch_engine import TorchEngine
 from tinsmith.errors import BadRequest
 
@@ -41,7 +41,7 @@ async def with_versions(engine: TorchEngine, count: int = 3) -> TorchEngine:
 
 
 REQUESTS = (
-    {"num_samples": 3, "max_tokens": 70, "temperature": 0.7, "top_p": 0.9, "top_k": 40, "version": "v0"},
+    {"num_samples": 3, "max_tokens": 55, "temperature": 0.7, "top_p": 0.9, "top_k": 40, "version": "v0"},
     {"num_samples": 2, "max_tokens": 5, "topk_sample_logprobs": 3, "version": "v1"},
     {"prompt": LONG, "num_samples": 4, "max_tokens": 9, "version": "v2"},
     {"prompt": LONG, "max_tokens": 1, "prompt_logprobs": True},
@@ -74,15 +74,20 @@ async def in_turns(engine: TorchEngine, turns: Sequence[tuple[int, int]]) -> lis
     return results
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(turns=st.lists(st.tuples(st.integers(0, len(REQUESTS) - 1), st.integers(1, 4)), min_size=2, max_size=6))
-def test_any_history_gives_the_tokens_of_banks(
-    paged: Build, llama: Path, banks: TorchEngine, turns: list[tuple[int, int]]
-) -> None:
+@pytest.fixture(scope="module")
+def in_pages(paged: Build, llama: Path) -> TorchEngine:
     engine = paged(llama)
+    return asyncio.run(with_versions(engine))
+
+
+@settings(max_examples=4)
+@given(turns=st.lists(st.tuples(st.integers(0, len(REQUESTS) - 1), st.integers(1, 4)), min_size=2, max_size=5))
+def test_any_history_gives_the_tokens_of_banks(
+    in_pages: TorchEngine, banks: TorchEngine, turns: list[tuple[int, int]]
+) -> None:
+    engine = in_pages
 
     async def compare() -> None:
-        await with_versions(engine)
         pairs = zip(await in_turns(engine, turns), await in_turns(banks, turns), strict=True)
         for actual, expected in pairs:
             assert (actual is None) == (expected is None)
@@ -113,15 +118,15 @@ def test_recorded_steps_give_the_tokens_of_banks(paged: Build, llama: Path, bank
     """What is replayed depends on nothing that the host knew when it was recorded."""
     replays = 0
 
-    def counted(run: Callable[[], None]) -> Callable[[], None]:
-        replay = capture(run)
+    def counted(run: Callable[[], None]) -> Graph:
+        graph = capture(run)
 
         def again() -> None:
             nonlocal replays
             replays += 1
-            replay()
+            graph.replay()
 
-        return again
+        return Graph(again)
 
     engine = paged(llama, counted)
     asyncio.run(with_versions(engine))
@@ -135,7 +140,7 @@ def test_recorded_steps_give_the_tokens_of_banks(paged: Build, llama: Path, bank
 def test_step_that_cannot_be_captured_is_started_each_time(
     paged: Build, llama: Path, banks: TorchEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(_: Callable[[], None]) -> Callable[[], None]:
+    def refuse(_: Callable[[], None]) -> Graph:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     request = sample_request(num_samples=3, max_tokens=12)
@@ -173,9 +178,9 @@ def test_steps_are_the_same_operators_on_the_same_addresses(
     assert not [row[0] for row in signatures[0][1:] if "_local_scalar_dense" in row[0] or "nonzero" in row[0]]
 
 
-def test_tokens_after_a_late_stop_are_cut(paged: Build, llama: Path) -> None:
+def test_tokens_after_a_late_stop_are_cut(in_pages: TorchEngine) -> None:
     """A sequence ends with the token that completes its stop string, and no later token is sent or cached."""
-    engine = paged(llama)
+    engine = in_pages
 
     async def work() -> None:
         free = await engine.sample(sample_request(max_tokens=20))

@@ -96,6 +96,11 @@ class AdapterSlots:
         self._scales = torch.zeros(0, device=device)
         self._suitable: weakref.WeakKeyDictionary[AdapterWeights, bool] = weakref.WeakKeyDictionary()
 
+    @property
+    def bytes(self) -> int:
+        """Memory of the slots."""
+        return sum(stack.a.nbytes + stack.b.nbytes for stack in self._stacks.values())
+
     def place(self, adapters: Sequence[AdapterWeights]) -> list[int] | None:
         """The slots of distinct adapters, which are copied there if necessary; None if they cannot be in slots."""
         if not all(self._is_suitable(adapter) for adapter in adapters):

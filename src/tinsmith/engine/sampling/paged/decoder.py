@@ -74,6 +74,11 @@ class PagedDecoder:
         self._step = DecodeStep(base, head, active, cache, attend_pages, capture)
         self._launched: _Launched | None = None
 
+    @property
+    def tokens(self) -> int:
+        """Cache tokens that the memory of graphs and adapters is worth."""
+        return -(-self._step.bytes // self._cache.shape.token_bytes)
+
     def in_flight(self) -> set[Sequence]:
         """The sequences whose next token is being computed."""
         launched = self._launched

@@ -33,9 +33,20 @@ BUCKETS = (1, 2, 4, *range(8, MAX_SEQUENCES + 1, 8))
 MIN_TABLE = 8
 """Pages of the narrowest tables."""
 
-Replay = Callable[[], None]
-Capture = Callable[[Callable[[], None]], Replay]
-"""Records what a function does on the device; returns what does the same again."""
+MAX_GRAPHS = 96
+"""Graphs at a time; the one whose last use is longest ago makes room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """What a function did on the device, to do again."""
+
+    replay: Callable[[], None]
+    bytes: int = 0
+    """Memory that it took beside that of the graphs before it."""
+
+
+Capture = Callable[[Callable[[], None]], Graph]
 
 
 class Column(IntEnum):
@@ -88,10 +99,16 @@ class DecodeStep:
         self._base, self._head, self._active, self._cache = base, head, active, cache
         self._attend_pages, self._capture = attend_pages, capture
         self.slots = AdapterSlots(base.dtype, base.device)
-        self._graphs: dict[StepShape, Replay | None] = {}
+        self._graphs: dict[StepShape, Graph | None] = {}
         """None: the shape was computed once, which compiles its kernels, and is captured when it comes again."""
+        self._graph_bytes = 0
         self._addresses = (0, 0)
         self._previous = self._tokens = self._control = self._tables = self._drawn = torch.empty(0)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of graphs and adapters."""
+        return self._graph_bytes + self.slots.bytes
 
     def launch(
         self, shape: StepShape, control: np.ndarray, table: np.ndarray, spans: list[PlacedAdapter] | None = None
@@ -119,26 +136,35 @@ class DecodeStep:
 
     def release_memory(self) -> None:
         """Drop the graphs and the adapters."""
-        self._graphs = {}
+        self._drop_graphs()
         self.slots.release_memory()
 
     def _replay(self, shape: StepShape, capture: Capture) -> None:
         if self._addresses != (self._cache.generation, self.slots.generation):
-            self._graphs, self._addresses = {}, (self._cache.generation, self.slots.generation)
+            self._drop_graphs()
+            self._addresses = (self._cache.generation, self.slots.generation)
         if shape not in self._graphs:
             self._graphs[shape] = None
             self._compute(shape)
             return
-        replay = self._graphs[shape]
-        if replay is None:
+        graph = self._graphs.pop(shape)
+        if graph is None:
             try:
-                replay = self._graphs[shape] = capture(lambda: self._compute(shape))
+                graph = capture(lambda: self._compute(shape))
             except Exception:
                 log.warning("A decoding step cannot be a CUDA graph here; it starts its kernels itself.", exc_info=True)
-                self._capture, self._graphs = None, {}
+                self._capture = None
+                self._drop_graphs()
                 self._compute(shape)
                 return
-        replay()
+            self._graph_bytes += graph.bytes
+        self._graphs[shape] = graph  # the last one used is last
+        if len(self._graphs) > MAX_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        graph.replay()
+
+    def _drop_graphs(self) -> None:
+        self._graphs, self._graph_bytes = {}, 0
 
     def _compute(self, shape: StepShape, spans: list[PlacedAdapter] | None = None) -> None:
         """The step, from static tensors into static tensors."""
@@ -170,7 +196,7 @@ class DecodeStep:
             previous[: len(self._previous)] = self._previous.to(device)
             self._previous, self._tokens = previous, torch.zeros_like(previous)
             self._control = torch.zeros(rows * COLUMNS, dtype=torch.float64, device=device)
-            self._graphs = {}
+            self._drop_graphs()
         width = _drawn_width(shape)
         for name, size, dtype in (
             ("_tables", rows * shape.pages, torch.int32),
@@ -178,7 +204,7 @@ class DecodeStep:
         ):
             if len(vars(self)[name]) < size:
                 vars(self)[name] = torch.zeros(size, dtype=dtype, device=device)
-                self._graphs = {}
+                self._drop_graphs()
 
     def _control_of(self, shape: StepShape) -> Tensor:
         return self._control[: COLUMNS * shape.rows].view(COLUMNS, shape.rows)
@@ -205,11 +231,13 @@ def cuda_capture() -> Capture:
     """Captures CUDA graphs, which share the memory of what is between their operators."""
     pool = torch.cuda.graph_pool_handle()
 
-    def capture(run: Callable[[], None]) -> Replay:
+    def capture(run: Callable[[], None]) -> Graph:
         graph = torch.cuda.CUDAGraph()
+        torch.cuda.empty_cache()  # as the capture does: what is reserved then is the graph's
+        before = torch.cuda.memory_reserved()
         # Another thread may copy a version to the host at the same time.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             run()
-        return graph.replay
+        return Graph(graph.replay, torch.cuda.memory_reserved() - before)
 
     return capture
