@@ -51,7 +51,7 @@ class VllmConfig(Settings):
     sleep: VllmSleep = "auto"
     """vLLM's sleep mode, on the trainer's GPU: while the trainer computes, vLLM moves its weights to the machine's
     memory, drops its KV cache and pauses its requests, so that the same memory serves both in turns. `auto`: where
-    trainer and vLLM do not fit beside each other, or only with micro-batches under 1,024 tokens."""
+    trainer and vLLM do not fit beside each other, or only with micro-batches under 512 tokens."""
 
     devices: str = ""
     """CUDA_VISIBLE_DEVICES of vLLM. Empty: inherit it from this process."""

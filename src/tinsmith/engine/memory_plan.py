@@ -31,6 +31,8 @@ CACHE_STEP = 4096
 """A KV cache holds a multiple of so many tokens, and at least as many."""
 STACK_BYTES = 2**30
 """Most memory of the matrices of a pass's adapters that are stacked for grouped products."""
+SLOT_BYTES, SLOT_SHARE = 2**31, 64
+"""Most memory of the adapters of a decoding step, which are copied into slots: also one part in so many of a GPU."""
 GATHERED_LAYERS = 2
 """Layers of a sharded model that are whole on a GPU at once: one computes while the next is gathered."""
 BYTES_PER_PARAMETER = 16
@@ -42,7 +44,7 @@ VLLM_CACHE_SHARE, VLLM_MAX_SHARE = 3, 2
 """vLLM's KV cache beside a trainer has one part in 3 of what is divided, or up to one in 2 where a context needs it."""
 VLLM_ALONE_SHARE = 0.9
 """Of a GPU that vLLM has for itself; vLLM's own default."""
-MIN_AWAKE_TOKENS = 1024
+MIN_AWAKE_TOKENS = 512
 """vLLM sleeps by itself while the trainer computes, rather than leave it smaller micro-batches."""
 VLLM_BLOCK = 16
 """Tokens of a block of vLLM's KV cache."""
@@ -183,6 +185,8 @@ class MemoryPlan:
     weights: int
     stacks: int
     """Stacked adapters."""
+    slots: int
+    """Adapters of a decoding step."""
     decoded: int
     """Matrices of a 4-bit model that stay decoded from a forward to its backward."""
     activations: int
@@ -211,7 +215,8 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """The most that is in memory at a time."""
-        own = self.reserve + self.weights + self.stacks + self.decoded + self.cache + self.models
+        adapters = self.stacks + self.slots + self.models
+        own = self.reserve + self.weights + adapters + self.decoded + self.cache
         if self.vllm is None:
             return own + self.activations
         if self.vllm.asleep is None:
@@ -224,6 +229,8 @@ class MemoryPlan:
         yield "weights", self.weights, self.facts.source
         if self.stacks:
             yield "adapter stacks", self.stacks, "matrices of a pass's adapters, for grouped products"
+        if self.slots:
+            yield "adapter slots", self.slots, "adapters of a decoding step"
         if self.decoded:
             yield "decoded weights", self.decoded, "a layer's, from its forward to its backward"
         yield "activations", self.activations, f"pass_tokens {self.pass_tokens:,}"
@@ -267,9 +274,11 @@ def _plan(gpu: Gpu, facts: ModelSizes, settings: PlanSettings, beside: VllmSetti
     if rest < facts.loading_bytes:
         fixed["float32 copies while it is loaded"] = facts.loading_bytes
         raise _does_not_fit(gpu, facts, available, fixed, settings)
+    slots = slot_bytes(gpu.total_bytes) if settings.samples != "none" else 0
     decoded = facts.decoded_layers * facts.layer_weight_bytes
-    fixed |= {name: size for name, size in (("adapter stacks", stacks), ("decoded weights", decoded)) if size}
-    rest -= stacks + decoded
+    copies = {"adapter stacks": stacks, "adapter slots": slots, "decoded weights": decoded}
+    fixed |= {name: size for name, size in copies.items() if size}
+    rest -= sum(copies.values())
     vllm = None
     if beside is not None and beside.sleep:
         activations, *others = least.items()
@@ -299,11 +308,17 @@ def _plan(gpu: Gpu, facts: ModelSizes, settings: PlanSettings, beside: VllmSetti
         available=available,
         reserve=reserve,
         stacks=stacks,
+        slots=slots,
         decoded=decoded,
         rest=rest,
         room=room,
         vllm=vllm,
     )
+
+
+def slot_bytes(total_bytes: int) -> int:
+    """Most memory of the adapters of a decoding step on a GPU of so many bytes."""
+    return min(SLOT_BYTES, total_bytes // SLOT_SHARE)
 
 
 def _slice_of(facts: ModelSizes, shards: int) -> ModelSizes:
@@ -357,6 +372,7 @@ def _divided(
     available: int,
     reserve: int,
     stacks: int,
+    slots: int,
     decoded: int,
     rest: int,
     room: int | None,
@@ -394,6 +410,7 @@ def _divided(
         reserve=reserve,
         weights=facts.weight_bytes,
         stacks=stacks,
+        slots=slots,
         decoded=decoded,
         activations=activations,
         cache=cache,

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tinsmith.engine.lora import linear
 from tinsmith.engine.memory_plan import Gpu, MemoryPlan, ModelSizes, PlanSettings, VllmPlan, VllmSettings, plan
 from tinsmith.engine.model import loading
 from tinsmith.engine.sampling.kv_cache import cache_shape
+from tinsmith.engine.sampling.paged.adapter_slots import most_bytes
 from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError
 from tinsmith.service.budgets.models import memory_limit
@@ -35,8 +37,8 @@ SIZES = (24, 48, 80, 141)
 BESIDE = PlanSettings(vllm=VllmSettings(sleep=None), samples="questions")
 FITTING = {
     "Qwen3-0.6B": "24 48 80 141 | 24 48 80 141",
-    "Qwen3-4B": "24 48 80 141 | 24 48 80 141",
-    "Qwen3-4B-Instruct-2507": "24 48 80 141 | 24 48 80 141",
+    "Qwen3-4B": "24 48 80 141 | 48 80 141",
+    "Qwen3-4B-Instruct-2507": "24 48 80 141 | 48 80 141",
     "Qwen3-8B": "24 48 80 141 | 48 80 141",
     "Qwen3-32B": "141 |",
     "Qwen3-30B-A3B": "80 141 |",
@@ -162,7 +164,7 @@ def test_sleeping_vllm_takes_nothing_from_a_pass():
     assert awake.vllm is not None
     assert asleep.vllm is not None
     assert asleep.pass_tokens > 2 * awake.pass_tokens
-    resident = asleep.reserve + asleep.weights + asleep.stacks + asleep.cache + asleep.models
+    resident = asleep.reserve + asleep.weights + asleep.stacks + asleep.slots + asleep.cache + asleep.models
     assert resident + asleep.vllm.total <= 80 * GB
     assert asleep.vllm.asleep is not None
     assert resident + asleep.activations + asleep.vllm.asleep <= 80 * GB
@@ -204,6 +206,19 @@ def test_head_copy_is_gone_after_loading():
     )
     with pytest.raises(ConfigError, match="float32 copies while it is loaded 70"):
         plan(gpu(80), replace(model, loading_bytes=70 * GB), PlanSettings())
+
+
+def test_slots_of_decoding_are_planned_as_they_are_limited(monkeypatch: pytest.MonkeyPatch):
+    """To break it: return SLOT_BYTES in `most_bytes`."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for size in SIZES:
+        total = gpu(size).total_bytes
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda _, total=total: SimpleNamespace(total_memory=total)
+        )
+        made = plan(gpu(size), facts("Qwen3-0.6B"), PlanSettings())
+        assert most_bytes(torch.device("cuda")) == made.slots
+    assert plan(gpu(80), facts("Qwen3-0.6B"), PlanSettings(samples="none")).slots == 0
 
 
 def test_decoded_layer_is_planned_for_4bit_weights():

@@ -378,7 +378,7 @@ def test_plan_of_a_gpu_reaches_the_command():
     share = VllmPlan(weights=1, adapters=2, working=3, cache=4096, cache_tokens=48, context=48, share=0.41234)
     plan = MemoryPlan(
         gpu=Gpu(name="a GPU", total_bytes=100, free_bytes=100), facts=FACTS,
-        available=100, reserve=0, weights=0, stacks=0, decoded=0,
+        available=100, reserve=0, weights=0, stacks=0, slots=0, decoded=0,
         activations=0, cache=0, models=0, pass_tokens=1, cache_tokens=1, vllm=share,
     )  # fmt: skip
     card = replace(CARD, device="cuda:0", memory=plan, vllm_context=48)

@@ -249,7 +249,7 @@ def test_sleep_mode_reaches_command_and_environment(monkeypatch: pytest.MonkeyPa
     share = VllmPlan(weights=1, adapters=2, working=3, cache=4, cache_tokens=4, context=4, share=0.4, asleep=1)
     plan = MemoryPlan(
         gpu=Gpu(name="a GPU", total_bytes=100, free_bytes=100), facts=FACTS, available=100, reserve=0, weights=0,
-        stacks=0, decoded=0, activations=0, cache=0, models=0, pass_tokens=1, cache_tokens=1, vllm=share,
+        stacks=0, slots=0, decoded=0, activations=0, cache=0, models=0, pass_tokens=1, cache_tokens=1, vllm=share,
     )  # fmt: skip
     card = replace(GPU_CARD, memory=plan)
     awake = replace(card, memory=replace(plan, vllm=replace(share, asleep=None)))

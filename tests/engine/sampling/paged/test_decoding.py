@@ -241,7 +241,7 @@ def test_diverged_version_fails_alone(paged: Build, llama: Path) -> None:
 def test_adapters_that_are_too_large_are_not_in_slots(
     paged: Build, llama: Path, banks: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter_slots, "SLOT_BYTES", 1000)
+    monkeypatch.setattr(adapter_slots, "most_bytes", lambda _: 1000)
     engine = paged(llama)
     asyncio.run(with_versions(engine))
     requests = [sample_request(version=f"v{number}", max_tokens=12) for number in range(3)]

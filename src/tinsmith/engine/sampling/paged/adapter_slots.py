@@ -15,10 +15,15 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair
+from tinsmith.engine.memory_plan import SLOT_BYTES, slot_bytes
 from tinsmith.engine.model_parts import HEAD
 
-SLOT_BYTES = 2**31
-"""Most memory of the slots. Versions that need more are served as in a prefill (`linear.ActiveAdapters`)."""
+
+def most_bytes(device: torch.device) -> int:
+    """Most memory of the slots on a device, as its plan says."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return SLOT_BYTES
+    return slot_bytes(torch.cuda.get_device_properties(device).total_memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,8 @@ class AdapterSlots:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
+        self.limit = most_bytes(device)
+        """Most memory of the slots. Versions that need more are served as in a prefill (`linear.ActiveAdapters`)."""
         self.generation = 0
         """Grows when the tensors get other addresses."""
         self._members: list[weakref.ref[AdapterWeights] | None] = []
@@ -148,7 +155,7 @@ class AdapterSlots:
             shapes |= {name: (pair.a.shape[1], pair.b.shape[0]) for name, pair in adapter.pairs.items()}
         count = max(count, len(self._members))
         columns = count * rank
-        if sum(map(sum, shapes.values())) * columns * self._dtype.itemsize > SLOT_BYTES:
+        if sum(map(sum, shapes.values())) * columns * self._dtype.itemsize > self.limit:
             return False
         self.release_memory()
         self._members.extend([None] * count)
