@@ -1,7 +1,7 @@
 """Figures that the simulation takes as given: engines as arithmetic, and the CPU time of the service.
 
 GPU figures are of a 4B model on one GPU of the H100 class, rounded, and assumed: none was at hand. CPU times of the API
-process were measured (docs/guides/cluster.md). A simulation says how the service divides the work, not how fast a GPU
+process were measured (docs/serve/cluster.md). A simulation says how the service divides the work, not how fast a GPU
 is.
 """
 

@@ -71,7 +71,7 @@ class ServeConfig(EngineOptions):
         Needs("store", key="cache"),
         Needs("cluster.is_group", key="data_timeout_s", reason="with one training process", hint="leave it out"),
     ] = ClusterConfig()
-    """Training and sampling processes of each base model, and their machines (docs/guides/cluster.md)."""
+    """Training and sampling processes of each base model, and their machines (docs/serve/cluster.md)."""
 
     batch_tokens: int = Field(default=8192, ge=1)
     """Maximum number of tokens of a tenant's forward and forward_backward requests that an engine has at a time, beside

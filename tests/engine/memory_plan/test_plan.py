@@ -51,7 +51,7 @@ FITTING = {
     "DeepSeek-V2-Lite": "48 80 141 | 141",
 }
 """GPUs on which a model fits alone, and with vLLM beside it."""
-PAGE = Path("docs/guides/gpus.md")
+PAGE = Path("docs/serve/gpus.md")
 
 
 @cache

@@ -43,7 +43,7 @@ MAX_RESIDENT = 32
 """Adapter versions that vLLM keeps in host memory, besides those of its current step."""
 INSTALL = (
     "In a checkout: make vllm. Elsewhere: python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm "
-    "(docs/guides/vllm.md; on a CPU it is another package), then --vllm-python .venv-vllm/bin/python."
+    "(docs/serve/vllm.md; on a CPU it is another package), then --vllm-python .venv-vllm/bin/python."
 )
 LOG_LINES = 25
 POLL_INTERVAL_S = 0.25
@@ -406,7 +406,7 @@ class VllmServer:
                     code, source = child.returncode, self._card.source
                     raise EngineError(
                         f"vLLM for {source} ended during startup (exit {code}).{self._log_tail()}",
-                        "If it lacks memory, change vllm.memory, vllm.adapters or vllm.rank (docs/guides/vllm.md).",
+                        "If it lacks memory, change vllm.memory, vllm.adapters or vllm.rank (docs/serve/vllm.md).",
                     )
                 with suppress(httpx.TransportError):
                     if (await client.get("/health")).status_code == 200:
