@@ -61,6 +61,11 @@ def test_every_key_is_read_and_documented():
             )
 
 
+def test_settings_are_written_under_documented_keys():
+    config = read(RunConfig, EXAMPLES[0])
+    assert config.model_dump(mode="json").keys() == RunConfig.model_fields.keys()
+
+
 def test_evaluation_without_held_out_tasks_is_an_error():
     base = {"model": {"name": "m"}, "rewards": [{"type": "number"}], "steps": 1}
     with pytest.raises(ValueError, match="eval needs held-out tasks"):

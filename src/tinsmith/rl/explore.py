@@ -133,7 +133,7 @@ class _Exploration:
         steps = self._config.steps
         if 0 < (ended_before := (await self._notes.training()).ended_at) < steps:
             console.print(f"Training ended after step {ended_before}; start it with more steps too.", highlight=False)
-        self._status = SamplerStatus(done=await self._draws.start(await self._notes.former_sampling()))
+        self._status = SamplerStatus(done=await self._draws.start())
         await self._notes.write_sampling(self._status)
         try:
             await self._loop.run(steps, ended_before, stop)

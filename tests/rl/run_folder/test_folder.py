@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tests.rl.scripted_run import Killed, breaking, rows, run, scripted, settings
 from tinsmith.errors import ConfigError
-from tinsmith.rl.run_folder import RandomStates, RunFolder, read_state
+from tinsmith.rl.run_folder import RandomStates, RunFolder
 from tinsmith.rl.train import train
 
 
@@ -111,7 +111,7 @@ def test_state_holds_batches_sampled_ahead(tmp_path):
         run(settings(tmp_path, staleness=2), breaking(tmp_path, calls=4, at="train"))
     state = json.loads((tmp_path / "state.json").read_text())
     assert state["step"] == 3
-    assert [batch["step"] for batch in state["supply"]["batches"]] == [4, 5]
+    assert [batch["step"] for batch in state["batches"]["batches"]] == [4, 5]
     assert state["cursor"] == 5 * 3
 
 
@@ -130,20 +130,3 @@ def test_interrupted_run_can_be_resumed(tmp_path):
     asyncio.run(interrupted())
     done = json.loads((tmp_path / "state.json").read_text())["step"]
     assert run(settings(tmp_path, steps=done + 2)).step == done + 2
-
-
-def test_state_of_an_older_run_folder_is_read(tmp_path):
-    """Keys of state.json as commit 61930a9 wrote them."""
-    states = RandomStates.capture().model_dump(mode="json")
-    older = {"step": 3, "version": 2, "path": "p", "cursor": 9, "order": {"lanes": [{}], "open": {}}, "lessons": 7}
-    older |= {"random": states, "supply": {"reading": {"next": 4, "uses": {}}, "sampled": 5, "batches": []}}
-    (tmp_path / "state.json").write_text(json.dumps(older))
-    state = read_state(tmp_path)
-    assert state is not None
-    assert (state.step, state.demonstrations_drawn, state.batches.sampled) == (3, 7, 5)
-    assert state.batches.reading.next == 4
-    folder = RunFolder.open(tmp_path, {"seed": 0})
-    folder.save(state)
-    folder.close()
-    written = json.loads((tmp_path / "state.json").read_text())
-    assert {key: written[key] for key in older} == {**older, "supply": {**older["supply"], "unfinished": []}}

@@ -22,7 +22,6 @@ from tinsmith.rl.rollouts.buffers.replay import BatchSelector, SelectorState
 from tinsmith.rl.rollouts.coordination import CoordinationNotes, SamplerStatus, TrainerStatus
 from tinsmith.rl.rollouts.progress import Batch, BatchInProgress, succeeded
 from tinsmith.rl.rollouts.sampling_loop import SamplingLoop
-from tinsmith.rl.rollouts.stored_batch import StoredBatch
 from tinsmith.rl.rollouts.task_draws import TaskRecord, read_tasks
 from tinsmith.rl.rollouts.weight_sync import SyncConfig, WeightPublisher
 from tinsmith.rl.types import Group
@@ -35,7 +34,7 @@ class BatchSourceState(Settings):
     reading: SelectorState = SelectorState()
     sampled: int = 0
     """Batches sampled."""
-    batches: tuple[StoredBatch, ...] = ()
+    batches: tuple[Batch, ...] = ()
     """Batches that wait, if the buffer does not outlive the process."""
     unfinished: tuple[BatchInProgress, ...] = ()
     """Batches that were started and are not complete: their tasks and finished groups."""

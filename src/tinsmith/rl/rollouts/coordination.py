@@ -15,9 +15,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
-from pydantic import Field, TypeAdapter
+from pydantic import TypeAdapter
 
 from tinsmith.settings import Settings
 
@@ -52,10 +52,6 @@ class SamplerStatus(Settings):
     """Error message of a failure."""
     done: int = 0
     """This batch and all earlier ones have been put into the buffer, by whichever process."""
-    cursor: int = 0
-    """Training tasks drawn for those batches; written by version 0.1."""
-    order: dict[str, Any] = Field(default_factory=dict)
-    """State of the task order; written by version 0.1."""
 
 
 _WEIGHTS = TypeAdapter(tuple[WeightRecord, ...])
@@ -135,11 +131,6 @@ class CoordinationNotes:
                 return SamplerStatus(state="failed", reason=reason, done=done)
         ended = bool(statuses) and all(status.state == "ended" for status in statuses.values())
         return SamplerStatus(state="ended" if ended else "under way", done=done)
-
-    async def former_sampling(self) -> SamplerStatus:
-        """Status of a process of version 0.1, of which there is one in a run."""
-        text = (await self._store.notes()).get("sampling")
-        return SamplerStatus.model_validate_json(text) if text else SamplerStatus()
 
     async def weights_wanted(self) -> bool:
         """Whether a process that samples waits for newer weights."""

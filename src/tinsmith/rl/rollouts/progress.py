@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from pydantic import TypeAdapter
+
 from tinsmith.rl.types import Group, Task
 
 
@@ -31,6 +33,10 @@ class Batch:
     """Unix time at which sampling began, in seconds; 0 if it is not known."""
     sampled_until: float = 0.0
     """Unix time at which the last group was finished, in seconds."""
+
+
+BATCH: TypeAdapter[Batch] = TypeAdapter(Batch)
+"""Reads and writes a batch as JSON."""
 
 
 @dataclass(slots=True, kw_only=True)

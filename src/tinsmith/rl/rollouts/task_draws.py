@@ -24,7 +24,6 @@ from tinsmith.rl.data.tasks import TaskSampler
 from tinsmith.rl.policy.base import request_seed
 from tinsmith.rl.rollouts import coordination
 from tinsmith.rl.rollouts.buffers.base import Buffer
-from tinsmith.rl.rollouts.coordination import SamplerStatus
 from tinsmith.rl.rollouts.progress import Batch, BatchInProgress
 from tinsmith.rl.types import Group
 from tinsmith.settings import Settings
@@ -140,12 +139,9 @@ class SharedDraws(TaskDraws):
         self._groups, self._seed, self._identity = groups, seed, uuid.uuid4().hex
         self._first = TaskRecord(order=copy.deepcopy(task_sampler.state))
 
-    async def start(self, former: SamplerStatus) -> int:
+    async def start(self) -> int:
         """Take over the batches that an earlier process of this name has begun. Returns the number that all are done
-        up to. `former`: status of a process of version 0.1, which wrote no record."""
-        if former.done:
-            order = former.order or self._first.order
-            self._first = TaskRecord(next=former.done + 1, cursor=former.cursor, order=order)
+        up to."""
         record = await self._replace(
             lambda record: record.model_copy(update={"owners": {**record.owners, self._sampler: self._identity}})
         )

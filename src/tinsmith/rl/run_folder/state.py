@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from tinsmith.atomic import atomic_write
 from tinsmith.errors import ConfigError
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 METADATA_KEY = "tinsmith_state"
 _METADATA_LENGTH = 8000
 """Characters of the state in a checkpoint's metadata."""
-_LONG = ("random", "supply", "order", "store")
+_LONG = ("random", "batches", "order", "store")
 """Keys that may be too long for metadata."""
 
 Checkpoints = tuple[tuple[str, ...], ...]
@@ -83,8 +83,6 @@ class RandomStates(Settings):
 class State(Settings):
     """Everything a run resumes from except the weights, which the server stores at `path`."""
 
-    model_config = ConfigDict(populate_by_name=True)
-
     step: int
     """Completed steps."""
     version: int
@@ -95,13 +93,11 @@ class State(Settings):
     """Number of training tasks drawn."""
     order: dict[str, Any] = Field(default_factory=dict)
     """State of the task order, such as the difficulty estimates of a curriculum."""
-    demonstrations_drawn: int = Field(default=0, validation_alias="lessons", serialization_alias="lessons")
-    """Number of demonstrations drawn. The file keeps an older key."""
+    demonstrations_drawn: int = 0
+    """Number of demonstrations drawn."""
     random: RandomStates
     """State of the global random generators."""
-    batches: BatchSourceState = Field(
-        default=BatchSourceState(), validation_alias="supply", serialization_alias="supply"
-    )
+    batches: BatchSourceState = BatchSourceState()
     """Which batches were sampled and trained on, and the batches that wait for training."""
     algorithm: dict[str, float] = Field(default_factory=dict)
     """Adaptive coefficients of the algorithm by name."""
@@ -155,7 +151,7 @@ def read_state_file(file: Path) -> State | None:
 def write_state(file: Path, state: State) -> None:
     """Write `state` atomically; durable when this returns."""
     file.parent.mkdir(exist_ok=True)
-    atomic_write(file, _STATE.dump_json(state, by_alias=True))
+    atomic_write(file, _STATE.dump_json(state))
 
 
 def state_files(path: Path) -> list[Path]:
@@ -184,14 +180,14 @@ def as_metadata(state: State, seed: int) -> dict[str, str]:
 
     Generators that were not used since the run was seeded are stored as null.
     """
-    values = state.model_dump(mode="json", by_alias=True, exclude={"path", "checkpoints", "sampling_path", "origin"})
+    values = state.model_dump(mode="json", exclude={"path", "checkpoints", "sampling_path", "origin"})
     if state.random == RandomStates.seeded(seed):
         values["random"] = None
     for key in sorted(_LONG, key=lambda key: -len(_compact(values[key]))):
         if len(_compact(values)) <= _METADATA_LENGTH:
             break
         del values[key]
-        if key == "supply" and (state.batches.batches or state.batches.unfinished):
+        if key == "batches" and (state.batches.batches or state.batches.unfinished):
             del values["cursor"]  # it is after the tasks of the batches that are left out
     return {METADATA_KEY: _compact(values)}
 

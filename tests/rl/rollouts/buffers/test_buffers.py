@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -169,17 +168,3 @@ def test_build_makes_the_buffer_of_each_config(tmp_path):
 def test_database_that_cannot_be_opened_is_an_error(url):
     with pytest.raises(ConfigError, match=r"buffer\.url: cannot open the database"):
         SqlBuffer(url, "run")
-
-
-def test_batches_of_version_0_1_0_are_read(tmp_path):
-    turn = {"prompt": [1], "tokens": [3], "logprobs": [-0.1], "text": "a", "stop": "stop", "role": "policy"}
-    turn |= {"version": 1, "reward": None, "state": ""}
-    right = {"turns": [turn], "rewards": {"policy": 0.5}, "reward_parts": {"number": 0.5}, "error": ""}
-    failed = {"turns": [], "rewards": {}, "reward_parts": {}, "error": "broken"}
-    task = {"id": "t", "messages": [], "answer": "", "extra": {}}
-    old = {"step": 2, "cursor": 4, "groups": [{"version": 1, "task": task, "rollouts": [right, failed]}]}
-    (tmp_path / "batch-000002.json").write_text(json.dumps(old))
-    (group,) = asyncio.run(FileBuffer(tmp_path).get(2)).groups
-    read = Turn(prompt=(1,), tokens=(3,), logprobs=(-0.1,), text="a", stop="stop", version=1)
-    assert group.rollouts[0] == Rollout.single((read,), 0.5, reward_parts={"number": 0.5})
-    assert (group.rollouts[1].error, group.rewards) == ("broken", (0.5,))

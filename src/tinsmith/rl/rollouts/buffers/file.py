@@ -21,8 +21,7 @@ from tinsmith.atomic import atomic_write
 from tinsmith.rl.rollouts.buffers.base import Buffer, Record
 from tinsmith.rl.rollouts.buffers.replay import BufferSettings
 from tinsmith.rl.rollouts.buffers.sql import SerialExecutor
-from tinsmith.rl.rollouts.progress import Batch
-from tinsmith.rl.rollouts.stored_batch import BATCH
+from tinsmith.rl.rollouts.progress import BATCH, Batch
 
 
 class FileConfig(BufferSettings):

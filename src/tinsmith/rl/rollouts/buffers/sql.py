@@ -37,8 +37,7 @@ from typing_extensions import override
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl.rollouts.buffers.base import Buffer, Record
 from tinsmith.rl.rollouts.buffers.replay import BufferSettings
-from tinsmith.rl.rollouts.progress import Batch
-from tinsmith.rl.rollouts.stored_batch import BATCH
+from tinsmith.rl.rollouts.progress import BATCH, Batch
 
 T = TypeVar("T")
 
