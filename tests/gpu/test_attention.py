@@ -66,5 +66,30 @@ def test_packed_attention_equals_float32(
             torch.testing.assert_close(left.grad.float(), right.grad, atol=5e-2, rtol=5e-2)
 
 
+@pytest.mark.parametrize("window", [None, 48])
+@pytest.mark.parametrize("cached", [1, 100, 300])
+def test_attention_after_cached_prefix_equals_float32(
+    group: int, window: int | None, cached: int, device: str, dtype: torch.dtype
+) -> None:
+    """The first row's beginning is cached, so that the second, which shares half of it, continues it too."""
+    tree, rule = tree_of(385), AttentionRule(WIDTH**-0.5, window=window)
+    query, key, value = inputs(tree, group, device, dtype)
+    exact = attention.PackedAttention(tree, torch.float32, torch.device(device)).attend(
+        0, query.float(), key.float(), value.float(), rule
+    )
+
+    def read(part: np.ndarray) -> list[tuple[Tensor, Tensor]]:
+        return [(key[:, :, part], value[:, :, part])]
+
+    first = tree.index[0][:cached]
+    context = flex_attention.FlexAttention(
+        tree, torch.device(device), cached=flex_attention.CachedKV(np.sort(first), read)
+    )
+    computed = np.setdiff1d(np.arange(len(tree.tokens)), first)
+    with torch.no_grad():
+        actual = context.attend(0, query[:, :, computed], key[:, :, computed], value[:, :, computed], rule)
+    torch.testing.assert_close(actual.float(), exact[:, computed], atol=2e-2, rtol=2e-2)
+
+
 def test_kernel_is_supported(device: str) -> None:
     assert flex_attention.is_supported(torch.device(device)) == (device == "cuda")

@@ -63,7 +63,7 @@ def traced(query_heads: int, key_heads: int, cached: int, length: int) -> tuple[
     with torch.no_grad(), patch.object(flex_attention, "flex_attention", call):
         context = flex_attention.packed_attention(packing.pack([row]), torch.device("cpu"))
         if cached:
-            context.cached = flex_attention.CachedKV(np.arange(cached), lambda _: [(before, before)])
+            context.cached = flex_attention.CachedKV(np.arange(cached), lambda part: [(before[:, :, part],) * 2])
         context.attend(0, query, key, key, AttentionRule(WIDTH**-0.5))
     return graphs[-1]
 
