@@ -2,7 +2,7 @@
 
     python -m tests.engine.device.lowering QUERY_HEADS/KEY_HEADS ...
 
-Prints a JSON list of [query heads, key heads, cached tokens, new tokens, number of kernels to choose from]. Replaces
+Prints a JSON list of [query heads, key heads, cached tokens, new tokens, soft cap, number of kernels]. Replaces
 parts of torch in its process, so tests start it as a program.
 """
 
@@ -38,15 +38,18 @@ H100 = SimpleNamespace(
     L2_cache_size=50 << 20, gcnArchName="",
 )  # fmt: skip
 WIDTH = 128
-LENGTHS = ((0, 1), (0, 36), (0, 385), (300, 384))
-"""Cached and new tokens: one token, a part of a block of the mask, several blocks, a turn after a cached prefix."""
+CASES = ((0, 1, None), (0, 36, None), (0, 385, None), (0, 385, 30.0), (300, 384, None))
+"""Cached tokens, new tokens and soft cap: one token, a part of a block of the mask, several blocks, a turn after a
+cached prefix."""
 
 
 class Chosen(Exception):
     """Ends the lowering at the choice of a kernel, with the number of kernels."""
 
 
-def traced(query_heads: int, key_heads: int, cached: int, length: int) -> tuple[torch.fx.GraphModule, list[Any]]:
+def traced(
+    query_heads: int, key_heads: int, cached: int, length: int, softcap: float | None
+) -> tuple[torch.fx.GraphModule, list[Any]]:
     """The graph of a call on the CPU, as the engine makes it, and its inputs."""
     graphs: list[tuple[torch.fx.GraphModule, list[Any]]] = []
 
@@ -56,6 +59,7 @@ def traced(query_heads: int, key_heads: int, cached: int, length: int) -> tuple[
 
     backend = aot_autograd(fw_compiler=keep, inference_compiler=keep, decompositions={})
     torch._dynamo.reset()
+    flex_attention._compiled()  # for its settings
     call = torch.compile(torchs.flex_attention, dynamic=True, backend=backend)
     row = packing.PackedRow(key=0, adapter=0, tokens=np.arange(cached + length, dtype=np.int32))
     query, key = (torch.randn(1, heads, length, WIDTH, dtype=torch.bfloat16) for heads in (query_heads, key_heads))
@@ -64,13 +68,13 @@ def traced(query_heads: int, key_heads: int, cached: int, length: int) -> tuple[
         context = flex_attention.packed_attention(packing.pack([row]), torch.device("cpu"))
         if cached:
             context.cached = flex_attention.CachedKV(np.arange(cached), lambda part: [(before[:, :, part],) * 2])
-        context.attend(0, query, key, key, AttentionRule(WIDTH**-0.5))
+        context.attend(0, query, key, key, AttentionRule(WIDTH**-0.5, softcap=softcap))
     return graphs[-1]
 
 
-def kernels_to_choose_from(query_heads: int, key_heads: int, cached: int, length: int) -> int:
+def kernels_to_choose_from(query_heads: int, key_heads: int, cached: int, length: int, softcap: float | None) -> int:
     """Number of kernels that inductor finds for a call on an H100; 0 if it fails."""
-    graph, _ = traced(query_heads, key_heads, cached, length)
+    graph, _ = traced(query_heads, key_heads, cached, length, softcap)
 
     def moved(value: Any) -> Any:
         if isinstance(value, FakeTensor):
@@ -115,7 +119,7 @@ def main() -> None:
         setattr(torch.cuda, name, value)
     triton.triton_hash_with_backend = lambda: "none"  # reads the driver
     heads = [map(int, pair.split("/")) for pair in sys.argv[1:]]
-    cases = [(query, key, *lengths) for query, key in heads for lengths in LENGTHS]
+    cases = [(query, key, *lengths) for query, key in heads for lengths in CASES]
     rows = [[*case, kernels_to_choose_from(*case)] for case in cases]
     print(json.dumps(rows))
 

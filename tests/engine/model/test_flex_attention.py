@@ -144,7 +144,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The engine takes FlexAttention as on a GPU, with a compiler that compiles nothing."""
     monkeypatch.setattr(torchs, "_validate_device", lambda *_: None)
     monkeypatch.setattr(flex_attention, "is_supported", lambda _: True)
-    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False, specialize_float=False):
         torch._dynamo.reset()
         monkeypatch.setattr(flex_attention, "flex_attention", flex_attention._compiled.__wrapped__("eager"))
         yield

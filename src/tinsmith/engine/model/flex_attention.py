@@ -286,6 +286,7 @@ def _compiled(backend: str = "inductor") -> Callable[..., Any]:
     """The compiled kernel for all lengths."""
     torch._dynamo.config.recompile_limit = MAX_VARIANTS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
+    torch._dynamo.config.specialize_float = True  # a soft cap is a constant: as an input, the kernel does not lower
     kernel: Callable[..., Any] = torch.compile(flex_attention, dynamic=True, backend=backend)
 
     def call(*tensors: Tensor, **settings: Any) -> Any:
