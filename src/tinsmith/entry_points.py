@@ -21,7 +21,8 @@ OWN = "tinsmith"
 def load(group: str, kind: type[T]) -> Mapping[str, T]:
     """The objects of a group by name, each of them a `kind`; those of other packages come before Tinsmith's own.
 
-    Raises ConfigError for an object that cannot be imported or is no `kind`, and for a name that two packages have.
+    Raises ConfigError for an object that cannot be imported or is no `kind`, for a name that two packages have, and if
+    Tinsmith's own are missing.
     """
     points: dict[str, metadata.EntryPoint] = {}
     for point in sorted(metadata.entry_points(group=group), key=lambda point: (_package(point) == OWN, point.name)):
@@ -31,6 +32,11 @@ def load(group: str, kind: type[T]) -> Mapping[str, T]:
                 "Uninstall one of them.",
             )
         points[point.name] = point
+    if not any(_package(point) == OWN for point in points.values()):
+        raise ConfigError(
+            f"Tinsmith has no entry point of {group}: it is not installed, or its code is newer than its installation.",
+            "Install it again; in its folder: pip install --no-deps -e .",
+        )
     return {name: _loaded(point, kind) for name, point in points.items()}
 
 

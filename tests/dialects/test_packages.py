@@ -123,6 +123,12 @@ def test_faulty_entry_points_name_their_package(
         dialects()
 
 
+def test_stale_installation_is_reported() -> None:
+    with pytest.raises(ConfigError, match="code is newer than its installation") as error:
+        entry_points.load("tinsmith.absent", object)
+    assert "pip install" in error.value.hint
+
+
 def test_entry_points_of_tinsmith_are_installed() -> None:
     assert {dialect.name for dialect in entry_points.load("tinsmith.dialects", Dialect).values()} == {
         "minds_RL", "rLLM", "Trinity-RFT",
