@@ -46,7 +46,8 @@ PRIVATE_WORDS = frozenset(
     re.findall(
         r"\w+",
         """slope slopes steep chances spread told tell heard asked asks crowd becoming honoured behind aftermath remains
-        suspects turnstile chronicle aside bend deck lane lesson lessons tries supply bell anew afresh""",
+        suspects turnstile chronicle aside bend deck lane lesson lessons tries supply bell anew afresh seat seats keeper
+        keepers entrance entrances""",
     )
 )
 VAGUE_NAMES = frozenset(("one", "found", "asked", "told", "given", "known", "kept", "mine", "both", "what"))

@@ -82,7 +82,7 @@ async def until_gone(*processes: psutil.Process, seconds: float = 5.0) -> None:
     raise AssertionError(f"{left} are left after {seconds:g} s")
 
 
-def test_seats_are_placed_and_given_back(slots: Any, start: Any, wait: Any, tmp_path: Path) -> None:
+def test_slots_are_placed_and_given_back(slots: Any, start: Any, wait: Any, tmp_path: Path) -> None:
     async def run() -> None:
         scattered = await slots.reserve(2, name="sampler", strategy="scatter")
         assert len({slot.machine for slot in scattered}) == 2
@@ -104,7 +104,7 @@ def test_seats_are_placed_and_given_back(slots: Any, start: Any, wait: Any, tmp_
     wait(run())
 
 
-def test_each_seat_has_gpus_of_its_own(ray_cluster: RayCluster, slots: Any, wait: Any) -> None:
+def test_each_slot_has_gpus_of_its_own(ray_cluster: RayCluster, slots: Any, wait: Any) -> None:
     async def run() -> None:
         reserved = [*await slots.reserve(2, name="trainer", gpus=1), *await slots.reserve(1, name="sampler", gpus=2)]
         assert [len(slot.gpus) for slot in reserved] == [1, 1, 2]
@@ -166,7 +166,7 @@ def test_folder_that_a_machine_does_not_see_is_refused(slots: Any, wait: Any, tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_death_of_a_raylet_leaves_no_survivor_and_the_seat_moves(
+def test_death_of_a_raylet_leaves_no_survivor_and_the_slot_moves(
     ray_cluster: RayCluster, slots: Any, start: Any, wait: Any
 ) -> None:
     async def run() -> None:
@@ -193,7 +193,7 @@ def test_death_of_a_raylet_leaves_no_survivor_and_the_seat_moves(
     wait(run())
 
 
-def test_seats_wait_for_a_machine_that_joins(
+def test_slots_wait_for_a_machine_that_joins(
     ray_cluster: RayCluster, slots: Any, wait: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from tinsmith.engine.processes import ray_slots
@@ -234,7 +234,7 @@ def test_head_that_is_killed_and_started_again_disturbs_nothing(
     wait(run())
 
 
-def test_keeper_comes_back_if_the_head_ends_while_it_is_placed(
+def test_node_agent_comes_back_if_the_head_ends_while_it_is_placed(
     ray_cluster: RayCluster, slots: Any, start: Any, wait: Any
 ) -> None:
     """Fails if a node agent takes all of its bundle (`AGENT_SHARE`): Ray has no room for it beside its lost lease."""

@@ -193,7 +193,7 @@ class TwoProcesses:
 
 @pytest.mark.parametrize("sharing", POLICIES)
 def test_slices_of_processes_are_as_long_as_handovers_cost(sharing: Sharing, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To break it: leave out `self._slice_s = ...` in `MemoryTurns._keep`."""
+    """To break it: leave out `self._slice_s = ...` in `MemoryTurns._switch`."""
     monkeypatch.setattr(device_sharing, "IDLE_S", 0.0)
     pair = TwoProcesses(sharing)
     asyncio.run(pair.compete((120, 120)))

@@ -131,14 +131,14 @@ class MemoryTurns:
         self._open: dict[Workload, asyncio.Event] = {"training": asyncio.Event(), "sampling": asyncio.Event()}
         """Set for the holder, while its next turns may begin."""
         self._changed = asyncio.Event()
-        self._keeper: asyncio.Task[None] | None = None
+        self._switching: asyncio.Task[None] | None = None
         self._is_closed = False
 
     @asynccontextmanager
     async def turn(self, workload: Workload, *, pausable: bool = False) -> AsyncIterator[None]:
         """Wait for the device; the process may use it inside the block. Raises EngineDied after `close`."""
-        if self._keeper is None and not self._is_closed:
-            self._keeper = asyncio.create_task(self._keep())
+        if self._switching is None and not self._is_closed:
+            self._switching = asyncio.create_task(self._switch())
         self._work[workload] += 1
         self._changed.set()
         is_unbroken = False
@@ -159,13 +159,13 @@ class MemoryTurns:
     async def close(self) -> None:
         """Hand the device over no more; turns that wait fail."""
         self._is_closed = True
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.wait([self._keeper])
+        if self._switching is not None:
+            self._switching.cancel()
+            await asyncio.wait([self._switching])
         for event in self._open.values():
             event.set()
 
-    async def _keep(self) -> None:
+    async def _switch(self) -> None:
         """Decide who has the device, whenever something changes or a slice ends."""
         while True:
             self._changed.clear()

@@ -34,7 +34,7 @@ def test_smaller_group_has_the_same_shards(slots: int, least: int, deterministic
         ("nyyy", 0, ["trainer-0", "trainer-1", "trainer-2", "trainer-3"]),
     ],
 )
-def test_group_takes_the_seats_that_have_a_machine(
+def test_group_takes_the_slots_that_have_a_machine(
     placed: str, least: int, names: Sequence[str], wait: Any, tmp_path: Path
 ) -> None:
     """Fails if `_group` cuts slots without regard to `has_machine`."""

@@ -67,7 +67,7 @@ def test_token_and_generation_open_a_connection(process: Process) -> None:
 @pytest.mark.parametrize(
     "change", [{"secret": b"x" * 32}, {"generation": 6}, {"generation": 8}], ids=["token", "older", "newer"]
 )
-def test_other_tickets_are_refused_and_the_right_one_still_works(change: Any, process: Process) -> None:
+def test_other_tokens_are_refused_and_the_right_one_still_works(change: Any, process: Process) -> None:
     with pytest.raises(EngineDied, match="refused the token"):
         asyncio.run(exchange(process, replace(TOKEN, **change)))
     assert not process.connections
@@ -127,7 +127,7 @@ def test_unreachable_process_is_an_engine_that_died() -> None:
             asyncio.run(dial.dial(Address("127.0.0.1", bound.getsockname()[1]), TOKEN, buffer=100))
 
 
-def test_ticket_is_read_as_written() -> None:
+def test_launch_token_is_read_as_written() -> None:
     launch_token = replace(TOKEN, payload=b"payload")
     assert read_launch_token(io.BytesIO(encode_launch_token(launch_token))) == launch_token
 

@@ -52,7 +52,7 @@ def slots(wait: Any) -> Iterator[LocalSlots]:
     wait(slots.close())
 
 
-def test_engine_in_a_seat_equals_a_local_one_and_starts_again(slots: LocalSlots, wait: Any) -> None:
+def test_engine_in_a_slot_equals_a_local_one_and_starts_again(slots: LocalSlots, wait: Any) -> None:
     async def run() -> None:
         (slot,) = await slots.reserve(1, name="worker")
         engine = await start_engine(slot, CONFIG, "fake", 1)

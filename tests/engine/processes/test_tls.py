@@ -191,7 +191,7 @@ def test_calls_of_a_killed_process_with_tls_fail_as_others_do(wait: Any) -> None
     wait(run())
 
 
-def test_engine_in_a_seat_with_tls(wait: Any) -> None:
+def test_engine_in_a_slot_with_tls(wait: Any) -> None:
     async def run() -> None:
         slots = LocalSlots(Identity.new())
         (slot,) = await slots.reserve(1, name="worker")

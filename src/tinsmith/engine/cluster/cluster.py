@@ -49,21 +49,35 @@ class ClusterEngine(DelegatingEngine):
     ) -> None:
         """`files` is the trainer as far as it reads and writes folders. `max_rank`: of adapters that the samplers take;
         None for any."""
-        super().__init__(files, sampler)
+        super().__init__(trainer.leader, sampler)
         self.trainer = trainer
-        self._max_rank = max_rank
+        self._files, self._max_rank = files, max_rank
 
     @override
     async def create(self, model_id: str, lora: LoraSpec) -> None:
         if self._max_rank is not None:
             check_rank("lora_config", lora.rank, self._max_rank)
-        await self.trainer.create(model_id, lora)
+        await super().create(model_id, lora)
+
+    @override
+    async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
+        return await self._files.save(model_id, to, optimizer=optimizer)
 
     @override
     async def release_memory(self) -> None:
-        await self.trainer.release_memory()
+        await super().release_memory()
         if isinstance(self._sampler, SamplerPool):
             await self._sampler.release_memory()
+
+    @property
+    @override
+    def progress(self) -> int:
+        return self.trainer.progress
+
+    @override
+    async def close(self) -> None:
+        """End the training processes; the sampling processes wait for the next."""
+        await self.trainer.close()
 
 
 class NoTrainer(EngineClient):

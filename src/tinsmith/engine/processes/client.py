@@ -17,6 +17,7 @@ import pickle
 import ssl
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -75,8 +76,13 @@ class ServedEngine(EngineClient, ABC):
 
     @property
     @abstractmethod
+    def leader(self) -> RemoteEngine:
+        """The process that takes the calls."""
+
+    @property
+    @abstractmethod
     def pid(self) -> int:
-        """Id of the process that the service speaks to."""
+        """Process id of the leader."""
 
     @abstractmethod
     def running(self) -> str:
@@ -135,6 +141,8 @@ class RemoteEngine(ServedEngine):
         self.heartbeats = heartbeats
         self.end: ProcessEnd | None = None
         """Why the child ended."""
+        self.explain_death: Callable[[EngineDied], Awaitable[EngineDied]] | None = None
+        """The error of a group for a death of this process, which leads it; None without a group."""
         self._child, self._reader, self._writer = child, reader, writer
         self._numbers = itertools.count()
         self._calls: dict[int, tuple[str, asyncio.Future[Any]]] = {}
@@ -200,6 +208,11 @@ class RemoteEngine(ServedEngine):
 
     @property
     @override
+    def leader(self) -> RemoteEngine:
+        return self
+
+    @property
+    @override
     def pid(self) -> int:
         return self._child.pid
 
@@ -244,6 +257,15 @@ class RemoteEngine(ServedEngine):
     @override
     async def call(self, method: Method[P, R], *args: P.args, **options: P.kwargs) -> R:
         """Call a method in the child. Raises its error, or EngineDied."""
+        try:
+            return await self._call(method, *args, **options)
+        except EngineDied as error:
+            death = error if self.explain_death is None else await self.explain_death(error)
+            if death is error:
+                raise
+            raise death from error
+
+    async def _call(self, method: Method[P, R], *args: P.args, **options: P.kwargs) -> R:
         if self.died.is_set():
             raise EngineDied("The engine process has ended.", _RETRY, from_outside=True)  # it did not get this call
         number = next(self._numbers)

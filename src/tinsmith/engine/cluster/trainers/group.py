@@ -51,6 +51,7 @@ class GroupEngine(ServedEngine):
 
     def __init__(self, ranks: Sequence[RemoteEngine]) -> None:
         self._ranks = ranks
+        self.leader.explain_death = self._explain_death
         self.died = asyncio.Event()
         self.end: ProcessEnd | None = None
         """Why the group ended."""
@@ -70,8 +71,12 @@ class GroupEngine(ServedEngine):
 
     @property
     @override
+    def leader(self) -> RemoteEngine:
+        return self._ranks[0]
+
+    @property
+    @override
     def pid(self) -> int:
-        """Process id of rank 0."""
         return self._ranks[0].pid
 
     @property
@@ -109,15 +114,16 @@ class GroupEngine(ServedEngine):
 
     @override
     async def call(self, method: Method[P, R], *args: P.args, **options: P.kwargs) -> R:
-        try:
-            return await self._ranks[0].call(method, *args, **options)
-        except EngineDied as error:
-            await self.died.wait()  # until then, the reason may not be known
-            if self.end is None:
-                raise
-            raise EngineDied(
-                f"A training process has ended ({self.end.text}).", _RETRY, from_outside=self.end.from_outside
-            ) from error
+        return await self.leader.call(method, *args, **options)
+
+    async def _explain_death(self, error: EngineDied) -> EngineDied:
+        """The death of the group, once its reason is known, for that of rank 0."""
+        await self.died.wait()
+        if self.end is None:
+            return error
+        return EngineDied(
+            f"A training process has ended ({self.end.text}).", _RETRY, from_outside=self.end.from_outside
+        )
 
     @override
     async def close(self) -> None:
