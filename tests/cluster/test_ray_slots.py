@@ -234,7 +234,7 @@ def test_head_that_is_killed_and_started_again_disturbs_nothing(
     wait(run())
 
 
-def test_node_agent_comes_back_if_the_head_ends_while_it_is_placed(
+def test_node_agent_comes_back_if_the_head_ends_meanwhile(
     ray_cluster: RayCluster, slots: Any, start: Any, wait: Any
 ) -> None:
     """Fails if a node agent takes all of its bundle (`AGENT_SHARE`): Ray has no room for it beside its lost lease."""
