@@ -18,6 +18,7 @@ import pytest
 from tests.service.support.inprocess import Api, api, loss_in, pass_body
 from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.cluster.trainers.group import GroupEngine
+from tinsmith.engine.processes.client import RemoteEngine
 from tinsmith.service.engines.clusters import ClusterFactory
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("forked_programs"), pytest.mark.timeout(900)]
@@ -59,17 +60,24 @@ class Killer:
     def __init__(self, kills: Sequence[Kill], patch: pytest.MonkeyPatch) -> None:
         self.left = list(kills)
         self.dead: list[int] = []
-        call = GroupEngine.call
+        groups: dict[RemoteEngine, GroupEngine] = {}
+        create, call = GroupEngine.__init__, RemoteEngine.call
 
-        async def killing_call(engine: GroupEngine, method: str, *args: Any, **options: Any) -> Any:
-            kill = next((kill for kill in self.left if kill.method == method), None)
+        def noting_create(group: GroupEngine, ranks: Sequence[RemoteEngine]) -> None:
+            groups[ranks[0]] = group
+            create(group, ranks)
+
+        async def killing_call(engine: RemoteEngine, method: Any, *args: Any, **options: Any) -> Any:
+            kill = next((kill for kill in self.left if kill.method == method.__name__), None)
             if kill is not None:
                 self.left.remove(kill)
-                self.dead += engine.pids
-                asyncio.get_running_loop().call_later(kill.delay_s, end, engine.pids[kill.rank])
+                pids = groups[engine].pids
+                self.dead += pids
+                asyncio.get_running_loop().call_later(kill.delay_s, end, pids[kill.rank])
             return await call(engine, method, *args, **options)
 
-        patch.setattr(GroupEngine, "call", killing_call)
+        patch.setattr(GroupEngine, "__init__", noting_create)
+        patch.setattr(RemoteEngine, "call", killing_call)
 
 
 async def train(app: Api) -> list[float]:

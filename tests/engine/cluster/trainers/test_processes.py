@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,11 +24,12 @@ from tinsmith.engine.build import build
 from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.cluster.trainers.group import GroupEngine, start_group
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.processes.slots import LocalSlots
+from tinsmith.engine.processes.slots import LocalSlots, free_port
 from tinsmith.errors import BadRequest, ConfigError, EngineDied, Unsupported
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("forked_programs")]
 STEPS = 20
+GROUP = "tinsmith.engine.cluster.trainers.group"
 
 
 @asynccontextmanager
@@ -41,6 +43,22 @@ async def group_of(folder: Path, trainers: int = 2, **settings: Any) -> AsyncIte
         await group.close()
     finally:
         await local.close()
+
+
+def test_port_that_another_program_took_is_replaced(
+    tiny_llama: Path, wait: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a group is started once with the port that was free a moment ago."""
+
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            ports = [other.getsockname()[1]]
+            monkeypatch.setattr(GROUP + ".free_port", lambda host: ports.pop() if ports else free_port(host))
+            async with group_of(tiny_llama) as engine:
+                await engine.create("a", LoraSpec(rank=2, seed=1))
+        assert ports == []
+
+    wait(run())
 
 
 def passes_of(step: int) -> list[Pass]:

@@ -11,12 +11,13 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 from typing_extensions import override
 
 from tinsmith.engine.base import ModelCard
-from tinsmith.engine.cluster.config import ClusterConfig, RankConfig
+from tinsmith.engine.cluster.config import ClusterConfig, PortInUseError, RankConfig
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.process_end import ProcessEnd
 from tinsmith.engine.processes.client import RemoteEngine, ServedEngine, start_engine
@@ -38,6 +39,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 RANK = Program(module="tinsmith.engine.cluster.trainers.rank")
+PORT_ATTEMPTS = 3
+"""Attempts at a group whose rendezvous port another program takes before rank 0 does."""
 CAUSE_S = 1.0
 """Time in which the rank that ended first may show, after one that ended because it lost another."""
 LOST_PEER = "exit status 70"
@@ -170,6 +173,15 @@ async def start_group(
     do not fit.
     """
     cluster.shards_of_rows(deterministic=config.deterministic)
+    for _ in range(PORT_ATTEMPTS - 1):
+        with suppress(PortInUseError):
+            return await _start_ranks(slots, config, cluster, generation, payload)
+    return await _start_ranks(slots, config, cluster, generation, payload)
+
+
+async def _start_ranks(
+    slots: Sequence[Slot], config: EngineConfig, cluster: ClusterConfig, generation: int, payload: bytes
+) -> GroupEngine:
     rendezvous = f"tcp://{slots[0].host}:{await slots[0].run(free_port, slots[0].host)}"
     starts = []
     for number, slot in enumerate(slots):

@@ -21,6 +21,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn, ParamSpec, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tinsmith.engine.base import PassResult
-from tinsmith.engine.cluster.config import RankConfig
+from tinsmith.engine.cluster.config import PortInUseError, RankConfig
 from tinsmith.engine.cluster.trainers import shares
 from tinsmith.engine.processes.machine import versions
 from tinsmith.engine.training.exchange import Job
@@ -69,6 +70,21 @@ def _ending(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result
     return checked
 
 
+def _meet(config: RankConfig) -> dist.Store:
+    """The store that rank 0 serves, once all ranks have connected. Raises PortInUseError on rank 0."""
+    url = urlsplit(config.rendezvous)
+    assert url.hostname is not None
+    assert url.port is not None
+    world, serves = config.cluster.trainers, config.rank == 0
+    try:
+        return dist.TCPStore(url.hostname, url.port, world, serves, timeout=CONTROL_TIMEOUT, multi_tenant=True)
+    except dist.DistNetworkError as error:
+        if serves and "EADDRINUSE" in str(error):
+            raise PortInUseError(f"Port {url.port} of {url.hostname} is in use.", "Start the group again.") from error
+        traceback.print_exc()
+        end_process("the other ranks cannot be reached")
+
+
 class Collectives:
     """The calls of torch.distributed. Asynchronous ones run one after the other in a thread of their own, so that
     samples go on meanwhile."""
@@ -79,8 +95,9 @@ class Collectives:
         self._thread = ThreadPoolExecutor(1, "collectives")
         if sys.platform == "linux" and "//127." in config.rendezvous:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else the address that the host's name resolves to
+        store = _meet(config)
         _ending(dist.init_process_group)(
-            "gloo", init_method=config.rendezvous, rank=self.rank, world_size=self.world, timeout=CONTROL_TIMEOUT
+            "gloo", store=store, rank=self.rank, world_size=self.world, timeout=CONTROL_TIMEOUT
         )
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=config.cluster.data_timeout_s)
