@@ -70,15 +70,17 @@ def _ending(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result
     return checked
 
 
-def _meet(config: RankConfig) -> dist.Store:
+def _meet(config: RankConfig) -> Any:
     """The store that rank 0 serves, once all ranks have connected. Raises PortInUseError on rank 0."""
     url = urlsplit(config.rendezvous)
     assert url.hostname is not None
     assert url.port is not None
     world, serves = config.cluster.trainers, config.rank == 0
     try:
-        return dist.TCPStore(url.hostname, url.port, world, serves, timeout=CONTROL_TIMEOUT, multi_tenant=True)
-    except dist.DistNetworkError as error:
+        return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            url.hostname, url.port, world, serves, timeout=CONTROL_TIMEOUT, multi_tenant=True
+        )
+    except dist.DistError as error:
         if serves and "EADDRINUSE" in str(error):
             raise PortInUseError(f"Port {url.port} of {url.hostname} is in use.", "Start the group again.") from error
         traceback.print_exc()
