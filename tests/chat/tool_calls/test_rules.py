@@ -1,4 +1,4 @@
-"""Where a marker begins a call: the table of docs/serve/openai-api.md#tool-calls, and vLLM's parsers."""
+"""Where a marker begins a call: the table of docs/reference/tool-calls.md, and vLLM's parsers."""
 
 from __future__ import annotations
 

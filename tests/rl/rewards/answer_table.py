@@ -1,6 +1,6 @@
 """Answers and replies as they occur in the field, each with its verdict, decided by hand.
 
-A row is (answer, reply, right). The rules are in docs/train/rewards.md, "Which answers are right".
+A row is (answer, reply, right). The rules are in docs/reference/answers.md, "Which answers are right".
 """
 
 from __future__ import annotations
