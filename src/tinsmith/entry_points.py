@@ -8,8 +8,10 @@ A package lists them in its pyproject.toml (docs/from/extensions.md):
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import TypeVar
 
 from tinsmith.errors import ConfigError
@@ -21,23 +23,30 @@ OWN = "tinsmith"
 def load(group: str, kind: type[T]) -> Mapping[str, T]:
     """The objects of a group by name, each of them a `kind`; those of other packages come before Tinsmith's own.
 
-    Raises ConfigError for an object that cannot be imported or is no `kind`, for a name that two packages have, and if
-    Tinsmith's own are missing.
+    Raises ConfigError for an object that cannot be imported or is no `kind`, and for a name that two packages have.
     """
     points: dict[str, metadata.EntryPoint] = {}
-    for point in sorted(metadata.entry_points(group=group), key=lambda point: (_package(point) == OWN, point.name)):
+    for point in sorted(_points(group), key=lambda point: (_package(point) == OWN, point.name)):
         if (other := points.get(point.name)) and (other.value, _package(other)) != (point.value, _package(point)):
             raise ConfigError(
                 f"{_package(other)} and {_package(point)} both have an entry point {point.name} of {group}.",
                 "Uninstall one of them.",
             )
         points[point.name] = point
-    if not any(_package(point) == OWN for point in points.values()):
-        raise ConfigError(
-            f"Tinsmith has no entry point of {group}: it is not installed, or its code is newer than its installation.",
-            "Install it again; in its folder: pip install --no-deps -e .",
-        )
     return {name: _loaded(point, kind) for name, point in points.items()}
+
+
+def _points(group: str) -> list[metadata.EntryPoint]:
+    """The entry points of a group. Of Tinsmith's source tree, which may be newer than its installation or not be
+    installed at all, those of its pyproject.toml."""
+    installed = list(metadata.entry_points(group=group))
+    file = Path(__file__).parents[2] / "pyproject.toml"
+    project = tomllib.loads(file.read_text()).get("project", {}) if file.is_file() else {}
+    if project.get("name") != OWN:
+        return installed
+    declared = project["entry-points"].get(group, {}).items()
+    own = [metadata.EntryPoint(name=name, value=value, group=group) for name, value in declared]
+    return [*own, *(point for point in installed if _package(point) != OWN)]
 
 
 def _loaded(point: metadata.EntryPoint, kind: type[T]) -> T:
@@ -55,4 +64,4 @@ def _loaded(point: metadata.EntryPoint, kind: type[T]) -> T:
 
 
 def _package(point: metadata.EntryPoint) -> str:
-    return point.dist.name if point.dist else "an unknown package"
+    return point.dist.name if point.dist else OWN
