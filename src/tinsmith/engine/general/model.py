@@ -76,7 +76,13 @@ class GeneralModel(BaseModel):
         raise EngineError("A base model of the general path has no packed attention: use hidden_of.")
 
     @override
-    def hidden_of(self, tree: packing.PackedTree, dtype: torch.dtype | None = None) -> Tensor:
+    def hidden_of(
+        self,
+        tree: packing.PackedTree,
+        dtype: torch.dtype | None = None,
+        context: attention.AttentionContext | None = None,
+    ) -> Tensor:
+        assert context is None, "padded rows have attention of their own"
         passes = list(_sub_passes(tree, self.placed, self.device))
         pieces = []
         for sub_pass in passes:
