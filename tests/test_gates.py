@@ -51,6 +51,13 @@ PRIVATE_WORDS = frozenset(
     )
 )
 VAGUE_NAMES = frozenset(("one", "found", "asked", "told", "given", "known", "kept", "mine", "both", "what"))
+# What the engine and the service do with processes, and the modules that may contain it.
+PROCESS_MECHANISMS = {
+    "create_subprocess_exec": ("engine/processes/slots.py", "engine/vllm/server.py"),
+    ".getppid()": ("engine/processes/parent.py", "engine/vllm/guard.py"),  # the guard runs under vLLM's Python
+    "prctl(": ("engine/processes/parent.py",),
+    "2 * delay": ("engine/processes/supervisor.py",),
+}
 # Put together from pieces, so that this file does not hold them.
 UNWANTED = (
     "pypi" + ".org",
@@ -95,6 +102,16 @@ def test_no_import_circles() -> None:
 
 def test_http_errors_are_made_in_one_module() -> None:
     assert [_name(file) for file in SOURCE if "HTTPException" in file.read_text() and file.name != "app.py"] == []
+
+
+def test_mechanisms_of_processes_are_in_their_modules() -> None:
+    package = ROOT / "src" / "tinsmith"
+    files = [file for wing in ("engine", "service") for file in sorted((package / wing).rglob("*.py"))]
+    places = {
+        text: tuple(str(file.relative_to(package)) for file in files if text in file.read_text())
+        for text in PROCESS_MECHANISMS
+    }
+    assert places == PROCESS_MECHANISMS
 
 
 def test_attributes_are_not_probed() -> None:
