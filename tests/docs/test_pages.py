@@ -43,7 +43,8 @@ def test_links_lead_to_existing_files_and_headings(page):
 
 def test_paths_of_pages_in_sources_and_tests_exist():
     files = [file for room in ("src", "tests", "examples", "benchmarks") for file in (ROOT / room).rglob("*.py")]
-    files += [ROOT / "pyproject.toml", ROOT / "Makefile", *(ROOT / "examples").rglob("*.yaml")]
+    files += [ROOT / "pyproject.toml", ROOT / "Makefile", *(ROOT / "deploy").glob("*")]
+    files += [file for kind in ("yaml", "toml", "sh") for file in (ROOT / "examples").rglob(f"*.{kind}")]
     for file in files:
         for path, anchor in re.findall(r"\b(docs/[\w/-]+\.md)\b(?:#([\w-]+))?", file.read_text()):
             assert (ROOT / path).is_file(), f"{file.relative_to(ROOT)} names {path}"
