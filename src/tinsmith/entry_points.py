@@ -1,6 +1,6 @@
 """Parts that installed packages provide by entry points, as Tinsmith itself does.
 
-A package lists them in its pyproject.toml (docs/from/extensions.md):
+A package lists them in its pyproject.toml (docs/code/packages.md):
 
     [project.entry-points."tinsmith.dialects"]
     acme = "acme_tinsmith.dialect:DIALECT"

@@ -1,4 +1,4 @@
-"""The package of docs/from/extensions.md: its files run, and its type of environments is one."""
+"""The package of docs/code/packages.md: its files run, and its type of environments is one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tinsmith.dialects import dialects, find_dialect, read_run
 from tinsmith.dialects.base import Dialect
 from tinsmith.errors import ConfigError
 
-PAGE = (Path(__file__).parents[2] / "docs" / "from" / "extensions.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "code" / "packages.md").read_text()
 FILES = dict(re.findall(r"```\w+\n# ([\w./]+)\n(.*?)```", PAGE, re.DOTALL))
 
 

@@ -14,7 +14,7 @@ Such a function lists the keys it translates and what each becomes. It returns a
         return settings({"model.base_url": tinker.base_url})
 
 `keys` lists every key with its fate, and raises TypeError for a key without one. A `Dialect` puts all of it together,
-and an entry point of the group `tinsmith.dialects` registers it (docs/from/extensions.md).
+and an entry point of the group `tinsmith.dialects` registers it (docs/code/packages.md).
 """
 
 from __future__ import annotations
