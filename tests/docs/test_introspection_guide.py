@@ -14,7 +14,7 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.settings import read
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs" / "research" / "introspection.md").read_text()
+GUIDE = "".join((ROOT / "docs" / room / "introspection.md").read_text() for room in ("research", "reference"))
 
 
 def test_examples_of_the_guide_are_valid():

@@ -66,7 +66,12 @@ def test_every_page_is_in_the_navigation():
 
 @pytest.mark.parametrize(
     "page",
-    [ROOT / "docs" / "code" / "tour.md", ROOT / "docs" / "code" / "extend.md", ROOT / "CONTRIBUTING.md"],
+    [
+        ROOT / "docs" / "code" / "tour.md",
+        ROOT / "docs" / "code" / "extend.md",
+        ROOT / "docs" / "reference" / "source-files.md",
+        ROOT / "CONTRIBUTING.md",
+    ],
     ids=lambda page: page.stem,
 )
 def test_source_files_named_in_pages_exist(page):

@@ -96,7 +96,7 @@ def _transcripts(arguments: Part, place: str, weight: float) -> Result:
     if "transcripts" not in arguments:
         return {}, note(
             f"{place}: left out: minds_RL downloads its transcripts. To evaluate on transcripts of your own, set "
-            "args.transcripts to a file with a JSON object on each line (docs/research/introspection.md#deception)."
+            "args.transcripts to a file with a JSON object on each line (docs/reference/introspection.md#deception)."
         )
     part, result = _arguments("deception", arguments, f"{place}.args")
     return {"type": "deception", **part}, result
