@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from tinsmith.rl.algorithms import ColumnSource
+from tinsmith.rl.algorithms.algorithm import ColumnSource
 from tinsmith.rl.policy.training_rows import TrainingRow
 
 T = TypeVar("T")

@@ -13,8 +13,9 @@ import torch
 from tests.rl.algorithms.helpers import columns, run
 from tinsmith.engine.training import loss_specs, losses
 from tinsmith.errors import ConfigError
-from tinsmith.rl.algorithms import Algorithm, AlgorithmConfig, loss_dispatch
-from tinsmith.rl.algorithms.config import DATA_ONLY, NAMES
+from tinsmith.rl.algorithms import loss_dispatch
+from tinsmith.rl.algorithms.algorithm import Algorithm
+from tinsmith.rl.algorithms.config import DATA_ONLY, NAMES, AlgorithmConfig
 from tinsmith.rl.algorithms.losses import LossConfig
 from tinsmith.rl.policy.base import UpdateResult
 from tinsmith.rl.policy.training_rows import TrainingRow, rows_from_trajectory

@@ -12,8 +12,9 @@ from tests.rl.algorithms.test_advantages import random, trace
 from tests.rl.scripted_run import REPLIES, rows, settings
 from tests.rl.scripted_run import run as train
 from tinsmith.errors import ConfigError
-from tinsmith.rl.algorithms import Algorithm, AlgorithmConfig
 from tinsmith.rl.algorithms.advantages.user_code import CustomAdvantage, PrecomputedAdvantage
+from tinsmith.rl.algorithms.algorithm import Algorithm
+from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.policy.base import SamplingConfig
 from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.types import Group, Rollout, Task, Trajectory

@@ -12,7 +12,8 @@ import torch
 from tests.rl.algorithms.helpers import columns, run
 from tests.rl.algorithms.test_loss_dispatch import OURS, grads
 from tests.rl.scripted_run import settings
-from tinsmith.rl.algorithms import Algorithm, AlgorithmConfig
+from tinsmith.rl.algorithms.algorithm import Algorithm
+from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.policy.base import SamplingConfig
 from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.policy.wrapper import RecomputingSnapshot

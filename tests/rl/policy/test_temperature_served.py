@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tinsmith.rl.algorithms import Algorithm, AlgorithmConfig
+from tinsmith.rl.algorithms.algorithm import Algorithm
+from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.base import ModelConfig, SamplingConfig, UpdateResult
 from tinsmith.rl.policy.tinker import TinkerPolicy

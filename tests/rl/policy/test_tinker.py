@@ -15,7 +15,7 @@ from tinker import TrainingClient
 
 from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.rl import algorithms
-from tinsmith.rl.algorithms import AlgorithmConfig
+from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy import tinker as tinker_policy
 from tinsmith.rl.policy import tinker_sampling

@@ -13,7 +13,7 @@ from tests.rl.scripted_run import Killed, breaking, rows, settings
 from tests.rl.scripted_run import run as train
 from tinsmith.errors import TinsmithError
 from tinsmith.rl import algorithms
-from tinsmith.rl.algorithms import AlgorithmConfig
+from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.rollouts.filters import FilterConfig, apply_filters
 from tinsmith.rl.types import Group, Rollout, Task, Trajectory, Turn
 

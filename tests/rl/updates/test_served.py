@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.rl.algorithms.test_loss_dispatch import config, groups
-from tinsmith.rl.algorithms import Algorithm
+from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.algorithms.updates import UpdatesConfig
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.base import ModelConfig

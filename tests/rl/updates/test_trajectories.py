@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.rl.algorithms.helpers import run
 from tests.rl.algorithms.test_loss_dispatch import OURS, config, grads, groups
-from tinsmith.rl.algorithms import Algorithm
+from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.algorithms.updates import UpdatesConfig
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.base import Update

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, field_validator
 from typing_extensions import override
 
 from tinsmith.engine_options import DeviceOptions
-from tinsmith.rl.algorithms import AlgorithmConfig
+from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.algorithms.updates import UpdatesConfig
 from tinsmith.rl.data.demonstrations import DemonstrationsConfig
 from tinsmith.rl.data.tasks import TasksConfig
