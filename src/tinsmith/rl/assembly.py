@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 from rich.console import Console
 
-from tinsmith.rl import algorithms, monitors
-from tinsmith.rl.algorithms.algorithm import Algorithm
+from tinsmith.rl import monitors
+from tinsmith.rl.algorithms.algorithm import Algorithm, ColumnSource
 from tinsmith.rl.algorithms.critic import Critic
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.demonstrations import Demonstrations
@@ -36,6 +36,7 @@ from tinsmith.rl.rollouts.batch_source import (
 from tinsmith.rl.rollouts.buffers.memory import MemoryBuffer
 from tinsmith.rl.rollouts.buffers.replay import BatchSelector
 from tinsmith.rl.rollouts.coordination import CoordinationNotes
+from tinsmith.rl.rollouts.filters import GroupFilters
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.sampling_loop import SamplingLoop
@@ -69,13 +70,12 @@ async def assemble(
     state = folder.state
     resources = await with_shadow(config, policy, resources)
     resources.store.update(state.store if state else {})
-    batches = await _batch_source(config, folder, policy, task_sampler, runner, resources, stop)
+    filters = GroupFilters(config.filters)
+    batches = await _batch_source(config, folder, policy, task_sampler, runner, resources, stop, filters)
     critic = await _critic(config, policy, state)
     reference = await _reference(config, policy, state)
     columns = _columns(config, policy, reference, critic, runner.requests)
-    algorithm = algorithms.Algorithm(
-        config.algorithm, policy.extensions, columns, config.seed, config.group_size, config.updates
-    )
+    algorithm = Algorithm(config.algorithm, policy.extensions, columns, config.seed, config.group_size, config.updates)
     _announce(config, algorithm, console)
     _restore(state, task_sampler, algorithm, config.seed)
     await batches.restore(state.batches if state else BatchSourceState())
@@ -92,6 +92,7 @@ async def assemble(
             policy=policy,
             task_sampler=task_sampler,
             batches=batches,
+            filters=filters,
             algorithm=algorithm,
             evaluator=Evaluator(
                 config.eval, held_out if judge else {}, eval_workflow_maker(config, resources), config.seed, runner
@@ -168,11 +169,12 @@ async def _batch_source(
     runner: RolloutRunner,
     resources: RolloutResources,
     stop: StopSignal,
+    filters: GroupFilters,
 ) -> BatchSource:
     policy.on_outage(runner.requests.suspend)
     if not config.uses_rollouts:
         return EmptyBatchSource()
-    plan = sampling_plan(config)
+    plan = sampling_plan(config, filters)
     buffer = buffers.build(config.buffer, folder.path, config.name)
     in_process = config.mode != "train"
     if not in_process:
@@ -215,16 +217,16 @@ async def _reference(config: RunConfig, policy: Policy, state: State | None) -> 
 
 def _columns(
     config: RunConfig, policy: Policy, reference: str, critic: Critic | None, requests: RequestLimit
-) -> dict[str, algorithms.ColumnSource]:
+) -> dict[str, ColumnSource]:
     """Sources of the per-token columns that an algorithm may request."""
 
-    def logprobs_by(name: str) -> algorithms.ColumnSource:
+    def logprobs_by(name: str) -> ColumnSource:
         async def logprobs(rows: Sequence[TrainingRow]) -> list[np.ndarray]:
             return await target_logprobs(requests.around(await policy.open_model(name)), rows)
 
         return logprobs
 
-    sources: dict[str, algorithms.ColumnSource] = {"reference": logprobs_by(reference), "entropy": policy.entropies}
+    sources: dict[str, ColumnSource] = {"reference": logprobs_by(reference), "entropy": policy.entropies}
     sources["proximal"] = policy.logprobs
     if critic is not None:
         sources["values"] = critic.values

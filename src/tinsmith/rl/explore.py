@@ -23,6 +23,7 @@ from tinsmith.rl.policy.request_limit import RequestLimit, TokenRates
 from tinsmith.rl.rollouts import buffers
 from tinsmith.rl.rollouts.buffers.base import Buffer
 from tinsmith.rl.rollouts.coordination import CoordinationNotes, SamplerStatus
+from tinsmith.rl.rollouts.filters import GroupFilters
 from tinsmith.rl.rollouts.progress import Batch
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
@@ -118,7 +119,7 @@ class _Exploration:
             training_workflow(config, resources),
             draws,
             lambda record: clients.open_checkpoint(record.path, record.version),
-            sampling_plan(config),
+            sampling_plan(config, GroupFilters(config.filters)),
             runner,
             buffer,
             notes,

@@ -35,7 +35,7 @@ from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rollouts.backoff import GUARDED_STALENESS, Backoff
 from tinsmith.rl.rollouts.batch_source import BatchSource
-from tinsmith.rl.rollouts.filters import apply_filters
+from tinsmith.rl.rollouts.filters import GroupFilters
 from tinsmith.rl.rollouts.progress import Batch
 from tinsmith.rl.run_folder import RandomStates, RunFolder, State
 from tinsmith.rl.run_folder.deferred import DeferredStates, ResumePoint
@@ -102,6 +102,7 @@ class Run:
     policy: Policy
     task_sampler: TaskSampler
     batches: BatchSource
+    filters: GroupFilters
     algorithm: Algorithm
     evaluator: Evaluator
     rewards: Rewards | None
@@ -148,7 +149,7 @@ class Run:
     def filtered_groups(self, groups: Sequence[Group]) -> tuple[Group, ...]:
         """The groups that pass the filters; with filter_refills, at most groups_per_step, or all of a search for groups
         solved in part."""
-        passed = apply_filters(self.config.filters, groups)
+        passed = self.filters.remaining(groups)
         cut = self.config.filter_refills and not self.config.min_partial_groups
         return passed[: self.config.groups_per_step] if cut else passed
 

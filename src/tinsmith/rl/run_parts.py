@@ -21,6 +21,7 @@ from tinsmith.rl.evaluate import EvalConfig, is_partial
 from tinsmith.rl.policy.base import Policy, SamplingConfig
 from tinsmith.rl.policy.chat import ChatCodec
 from tinsmith.rl.rewards import Rewards
+from tinsmith.rl.rollouts.filters import GroupFilters
 from tinsmith.rl.rollouts.producer import SamplingPlan
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.run_folder import SETTINGS, RunFolder, State, check_adapter, state_of_checkpoint
@@ -222,7 +223,7 @@ def _check_continues(config: RunConfig, state: State) -> None:
         )
 
 
-def sampling_plan(config: RunConfig) -> SamplingPlan:
+def sampling_plan(config: RunConfig, filters: GroupFilters) -> SamplingPlan:
     """The sampling plan. With sync.style fixed, step t uses batch t; else sampling runs as long as training."""
     waiting = config.buffer
     one_each = config.sync.style == "fixed" and not waiting.replay.enable and waiting.max_staleness is None
@@ -233,7 +234,7 @@ def sampling_plan(config: RunConfig) -> SamplingPlan:
         staleness=config.staleness,
         seed=config.seed,
         sync=config.sync,
-        filters=config.filters,
+        filters=filters,
         recomputes=config.algorithm.recomputes,
         filter_refills=config.filter_refills,
         min_partial=config.min_partial_groups,

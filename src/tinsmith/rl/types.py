@@ -277,7 +277,7 @@ class Rollout:
         return Rollout(trajectories=trajectories, termination="error", error=error)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Group:
     """Rollouts of one task by one version of the policy; algorithms compare them with each other.
 

@@ -14,7 +14,7 @@ import pytest
 from tinker import TrainingClient
 
 from tinsmith.errors import ConfigError, TinsmithError, UserError
-from tinsmith.rl import algorithms
+from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy import tinker as tinker_policy
@@ -81,7 +81,7 @@ async def scored(policy: TinkerPolicy, group: Group, **algorithm: Any) -> Update
         return [await (await policy.open_model("tiny")).logprobs(row.sequence) for row in rows]
 
     columns = {"reference": reference, "entropy": policy.entropies}
-    return await algorithms.Algorithm(config, policy.extensions, columns, 0).score_part(1, [group])
+    return await Algorithm(config, policy.extensions, columns, 0).score_part(1, [group])
 
 
 def test_replies_have_prompt_tokens_logprobs_and_text(served, tiny_llama):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,9 +15,9 @@ from tests.rl.algorithms.helpers import columns, run
 from tests.rl.scripted_run import Killed, breaking, rows, settings
 from tests.rl.scripted_run import run as train
 from tinsmith.errors import TinsmithError
-from tinsmith.rl import algorithms
+from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.algorithms.config import AlgorithmConfig
-from tinsmith.rl.rollouts.filters import FilterConfig, apply_filters
+from tinsmith.rl.rollouts.filters import FilterConfig, GroupFilters, RewardStd
 from tinsmith.rl.types import Group, Rollout, Task, Trajectory, Turn
 
 FILTERS = TypeAdapter(tuple[FilterConfig, ...])
@@ -31,9 +34,14 @@ def group(*rollouts: Rollout | float) -> Group:
     return Group(task=Task(id="t", messages=()), rollouts=made)
 
 
+def kept(filters: list[dict], groups: Sequence[Group]) -> tuple[Group, ...]:
+    """The groups that the filters keep."""
+    return GroupFilters(FILTERS.validate_python(filters)).remaining(groups)
+
+
 def left(filters: list[dict], *groups: Group) -> list[tuple[float, ...]]:
     """Rewards of each group that the filters keep."""
-    return [group.rewards for group in apply_filters(FILTERS.validate_python(filters), groups)]
+    return [group.rewards for group in kept(filters, groups)]
 
 
 @pytest.mark.parametrize(
@@ -54,17 +62,17 @@ def test_filters_drop_rollouts_and_groups_outside_bounds(filters, expected):
 
 def test_valid_reward_drops_non_finite_rewards_only():
     sampled = group(math.nan, 1.0, rollout(0.0, error="gone"), math.inf)
-    (filtered,) = apply_filters(FILTERS.validate_python([{"type": "valid_reward"}]), [sampled])
+    (filtered,) = kept([{"type": "valid_reward"}], [sampled])
     assert [rollout.error for rollout in filtered.rollouts] == ["", "gone"]
     assert left([{"type": "valid_reward"}], group(math.nan)) == []
 
 
 def test_cut_replies_count_in_baselines_but_are_not_trained():
     sampled = group(rollout(1.0), rollout(0.0, stop="length"), rollout(0.5))
-    (filtered,) = apply_filters(FILTERS.validate_python([{"type": "cut"}]), [sampled])
+    (filtered,) = kept([{"type": "cut"}], [sampled])
     assert filtered.rewards == (1.0, 0.0, 0.5)
     config = AlgorithmConfig.model_validate({"type": "grpo", "merge_replies": False})
-    algorithm = algorithms.Algorithm(config, frozenset(), columns(), 0)
+    algorithm = Algorithm(config, frozenset(), columns(), 0)
     update = run(algorithm.score(1, [filtered, group(0.0, 1.0)]))
     assert [row.advantages[-1] for row in update.rows] == [0.5, -0.5, 0.5]
     assert left([{"type": "cut", "drop": True}], sampled) == [(1.0, 0.5)]
@@ -72,11 +80,9 @@ def test_cut_replies_count_in_baselines_but_are_not_trained():
 
 @pytest.mark.parametrize("name", ["rloo", "opmd", "reinforceplusplus", "raft", "multi_step_grpo", "rec", "grpo_std"])
 def test_algorithms_accept_rollouts_without_turns(name):
-    (filtered,) = apply_filters(
-        FILTERS.validate_python([{"type": "cut"}]), [group(rollout(1.0, stop="length"), 0.5, 0.2)]
-    )
+    (filtered,) = kept([{"type": "cut"}], [group(rollout(1.0, stop="length"), 0.5, 0.2)])
     config = AlgorithmConfig.model_validate({"type": name})
-    update = run(algorithms.Algorithm(config, frozenset(), columns(), 0).score(1, [filtered]))
+    update = run(Algorithm(config, frozenset(), columns(), 0).score(1, [filtered]))
     assert len(update.rows) <= 2
 
 
@@ -109,6 +115,27 @@ def test_refills_sample_other_tasks(tmp_path):
         sampled = len(lines) / 4
         assert sampled == 3 * (1 + row["filters/refills"])
         assert (1 - row["filters/dropped"]) * sampled == pytest.approx(3)
+
+
+@pytest.mark.parametrize("changes", [{"filter_refills": 20}, {"updates": {"stream": 3}}], ids=["refills", "stream"])
+def test_filters_run_once_for_each_group(tmp_path, monkeypatch, changes):
+    of, calls = RewardStd.of, []
+    monkeypatch.setattr(RewardStd, "of", lambda self, group: calls.append(group.task.id) or of(self, group))
+    summed = {**FILTERED["algorithm"], "aggregate": "token_sum"}
+    train(settings(tmp_path, steps=4, **changes, **{**FILTERED, "algorithm": summed}))
+    lines = [line for file in (tmp_path / "rollouts").glob("train-*") for line in file.read_text().splitlines()]
+    assert len(calls) == len(lines) / 4
+
+
+def test_outcome_of_filters_is_kept_as_long_as_the_group():
+    filters = GroupFilters(FILTERS.validate_python([{"type": "reward_std"}]))
+    sampled = group(0.0, 1.0)
+    assert filters.remaining([sampled])[0] is filters.remaining([sampled])[0]
+    alive = weakref.ref(sampled)
+    del sampled
+    gc.collect()
+    assert alive() is None
+    assert filters.remaining([group(1.0, 1.0)]) == ()
 
 
 def test_exhausted_refills_are_an_error_with_a_fix(tmp_path):
@@ -164,7 +191,7 @@ def several(*roles: tuple[str, tuple[float, ...]], trained: bool = True) -> Grou
     ],
 )
 def test_reward_std_drops_only_roles_of_equal_rewards(sampled, roles):
-    filtered = apply_filters(FILTERS.validate_python([{"type": "reward_std"}]), [sampled])
+    filtered = kept([{"type": "reward_std"}], [sampled])
     assert [list(group.roles) for group in filtered] == ([] if roles is None else [roles])
 
 

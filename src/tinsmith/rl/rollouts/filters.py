@@ -7,6 +7,7 @@ Dropped rollouts are still logged, counted in metrics and passed to the task ord
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -131,16 +132,28 @@ FilterConfig = Annotated[
 ]
 
 
-def apply_filters(filters: Sequence[FilterConfig], groups: Sequence[Group]) -> tuple[Group, ...]:
-    """The groups that remain after all filters, applied in order."""
-    result: list[Group] = []
-    for group in groups:
-        remaining: Group | None = group
-        for group_filter in filters:
-            remaining = group_filter.of(remaining) if remaining is not None else None
-        if remaining is not None:
-            result.append(remaining)
-    return tuple(result)
+class GroupFilters:
+    """The filters of a run, applied in order. A group is filtered once: its outcome is kept as long as the group."""
+
+    def __init__(self, filters: Sequence[FilterConfig]) -> None:
+        self._filters = tuple(filters)
+        self._outcomes: dict[int, tuple[weakref.ref[Group], Group | None]] = {}
+        """By the identity of the group: groups have equal values, and their tasks no hash."""
+
+    def remaining(self, groups: Sequence[Group]) -> tuple[Group, ...]:
+        """The groups that remain after all filters."""
+        if not self._filters:
+            return tuple(groups)
+        return tuple(left for group in groups if (left := self._outcome(group)) is not None)
+
+    def _outcome(self, group: Group) -> Group | None:
+        key = id(group)
+        if key not in self._outcomes:
+            outcome: Group | None = replace(group)  # a copy: the group itself would keep itself alive
+            for group_filter in self._filters:
+                outcome = group_filter.of(outcome) if outcome is not None else None
+            self._outcomes[key] = weakref.ref(group, lambda _: self._outcomes.pop(key)), outcome
+        return self._outcomes[key][1]
 
 
 def _select(group: Group, keep: Callable[[Rollout], bool]) -> Group | None:

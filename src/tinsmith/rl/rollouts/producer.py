@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from tinsmith.errors import TinsmithError
@@ -22,7 +22,7 @@ from tinsmith.plurals import counted
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot
 from tinsmith.rl.rollouts.coordination import ChangeNotifier
 from tinsmith.rl.rollouts.failures import FailureLimit, errors_of, most_frequent
-from tinsmith.rl.rollouts.filters import FilterConfig, apply_filters
+from tinsmith.rl.rollouts.filters import GroupFilters
 from tinsmith.rl.rollouts.progress import Batch, BatchInProgress
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.task_draws import TaskDraws
@@ -53,7 +53,7 @@ class SamplingPlan:
     staleness: int
     seed: int
     sync: SyncConfig
-    filters: tuple[FilterConfig, ...] = ()
+    filters: GroupFilters = field(default_factory=lambda: GroupFilters(()))
     recomputes: Callable[[SamplingConfig], bool] = lambda sampling: False
     """Whether logprobs of replies sampled with these settings are computed again, at temperature 1."""
     filter_refills: int = 0
@@ -220,7 +220,7 @@ class BatchProducer:
     def _missing(self, groups: Sequence[Group]) -> str:
         """What the groups of a step lack; empty if they are enough."""
         plan = self._plan
-        left = apply_filters(plan.filters, groups)
+        left = plan.filters.remaining(groups)
         if len(left) < plan.groups:
             return f"the filters keep {len(left)} of {counted(len(groups), 'group')}, but a step needs {plan.groups}"
         if (partial := sum(map(plan.is_partial, left))) < plan.min_partial:

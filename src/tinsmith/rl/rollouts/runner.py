@@ -128,10 +128,12 @@ class RolloutRunner:
         """
         attempts = [_GroupAttempt(task, seed, [None] * size) for task, seed in zip(tasks, seeds, strict=True)]
         drop = self.config.partial == "drop"
+        groups: dict[int, Group] = {}
 
         async def run(index: int, attempt: _GroupAttempt) -> None:
             await self._run_group(workflow, attempt, policy)
-            on_group(index, attempt.to_group(require_all=drop))
+            groups[index] = attempt.to_group(require_all=drop)
+            on_group(index, groups[index])
 
         running = [asyncio.create_task(run(index, attempt)) for index, attempt in enumerate(attempts)]
         try:
@@ -144,10 +146,10 @@ class RolloutRunner:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
         self._batches += 1
-        return tuple(
-            attempt.to_group(require_all=drop if attempt.ended or over is None else not over.partial)
-            for attempt in attempts
-        )
+        for index, attempt in enumerate(attempts):
+            if index not in groups:  # cancelled, as one of the slowest
+                groups[index] = attempt.to_group(require_all=over is None or not over.partial)
+        return tuple(groups[index] for index in range(len(attempts)))
 
     async def _run_group(self, workflow: Workflow, group: _GroupAttempt, policy: Snapshot) -> None:
         group.version = policy.version
