@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import re
 
 import pytest
 from rich.console import Console
 
 from tests.rl.scripted_run import REPLIES, Killed, breaking, run, settings
+from tinsmith.chat.strict_json import parse_json
 from tinsmith.errors import ConfigError
 from tinsmith.rl.bench import bench
+from tinsmith.rl.evaluate import Evaluator
 from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.run_folder import read_state
 from tinsmith.rl.run_parts import with_fresh_folder
@@ -49,6 +52,21 @@ def test_base_model_and_last_checkpoint_are_compared(tmp_path):
     assert "…" not in shown
     again, _ = compared(config, tmp_path)
     assert again == results
+
+
+def test_metric_that_is_not_finite_is_null_in_the_results(tmp_path, monkeypatch):
+    evaluate = Evaluator.run
+
+    async def with_nan(self, *args):
+        groups, values = await evaluate(self, *args)
+        return groups, {**values, "eval/calibration": math.nan}
+
+    monkeypatch.setattr(Evaluator, "run", with_nan)
+    results, shown = compared(settings(tmp_path, mode="bench"), tmp_path)
+    assert math.isnan(results[0]["eval/calibration"])
+    assert "nan" in shown
+    (row,) = parse_json((tmp_path / "bench" / "results.json").read_bytes())
+    assert row["eval/calibration"] is None
 
 
 def test_of_run_all_compares_every_checkpoint_oldest_first(tmp_path):

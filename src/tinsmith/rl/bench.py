@@ -8,6 +8,7 @@ bench/rollouts/eval-000002.jsonl   the rollouts of checkpoint 2
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -78,7 +79,7 @@ async def bench(
                     groups, values = await stop.finish(partial(evaluator.run, 0, model))
                 jsonl.rollouts(number, "eval", groups)
                 rows.append({"checkpoint": name, **values})
-                atomic_write(path / "bench" / "results.json", json.dumps(rows, indent=2).encode())
+                _write(path / "bench" / "results.json", rows)
                 results.append((name, evaluations.results_of(groups, config.eval.threshold)))
                 if number > 1:
                     compared += evaluations.compare_results(results[0], results[-1], evaluator.sources, config.seed)
@@ -108,6 +109,15 @@ def checkpoint_names(config: RunConfig, path: Path) -> list[str]:
             "There is no model to compare.", "Set bench.checkpoints to tinker:// paths, or bench.base to true."
         )
     return names
+
+
+def _write(file: Path, rows: Sequence[Mapping[str, float | str]]) -> None:
+    """Write the rows, with null for numbers that are not finite, which JSON has not."""
+    finite = [
+        {name: value if isinstance(value, str) or math.isfinite(value) else None for name, value in row.items()}
+        for row in rows
+    ]
+    atomic_write(file, json.dumps(finite, indent=2).encode())
 
 
 def _print(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 
 import pytest
 
 from tests.rl.scripted_run import run, settings
 from tests.rl.test_bench import compared
+from tinsmith.chat.strict_json import parse_json
 from tinsmith.rl.comparison import evaluations
 from tinsmith.rl.comparison.evaluations import TaskResult, compare_results
 from tinsmith.rl.config import RunConfig
@@ -49,6 +51,18 @@ def test_bench_compares_checkpoints_with_the_first(tmp_path):
     expected = results[1]["eval/pass@1"] - results[0]["eval/pass@1"]
     assert rows[0]["difference"] == pytest.approx(expected)
     assert "2 against 1" in shown
+
+
+def test_results_that_are_not_finite_are_not_compared(tmp_path):
+    values = (math.nan, math.inf, 0.5)
+    results = [TaskResult(task=str(at), passed=0.0, reward=v, errors={"p/error": v}) for at, v in enumerate(values)]
+    comparisons = compare_results(("a", results), ("b", results), ["x"] * 3, 0)
+    evaluations.write(tmp_path, comparisons)
+    rows = parse_json((tmp_path / "comparison.json").read_bytes())
+    assert [(row["measure"], row["tasks"], row["first_mean"]) for row in rows] == [
+        ("pass@1", 3, 0.0), ("reward", 1, 0.5), ("p/error", 1, 0.5),
+    ]  # fmt: skip
+    assert not compare_results(("a", results[:1]), ("b", results[:1]), ["x"], 0)[1:]
 
 
 def test_sources_are_compared_apart_and_failures_left_out():

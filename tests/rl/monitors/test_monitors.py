@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from tests.rl.scripted_run import rows, run, settings
+from tinsmith.chat.strict_json import parse_json
 from tinsmith.rl.monitors import charts
 from tinsmith.rl.monitors.base import Monitor, Monitors, RunInfo
 from tinsmith.rl.monitors.jsonl import JsonlMonitor, read_metrics
@@ -158,6 +159,13 @@ def test_charts_stay_within_their_frame(points):
 def test_chart_without_finite_points_is_empty():
     assert charts.svg([charts.Curve(name="x", points=())]) == ""
     assert charts.svg([charts.Curve(name="x", points=((1.0, float("nan")),))]) == ""
+
+
+def test_data_of_a_chart_is_json_without_points_that_are_not_finite():
+    points = ((1.0, 0.5), (2.0, float("nan")), (3.0, float("inf")), (4.0, 0.7))
+    drawn = ElementTree.fromstring(charts.svg([charts.Curve(name="x", points=points)]))
+    (curve,) = parse_json(drawn.attrib["data-curves"])
+    assert [(step, value) for _, _, step, value in curve["at"]] == [(1.0, 0.5), (4.0, 0.7)]
 
 
 def test_smoothing_keeps_a_constant_curve():

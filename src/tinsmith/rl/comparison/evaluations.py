@@ -8,6 +8,7 @@ by their errors, such as the Brier score confidence/error (rl/metrics.py); lower
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -150,7 +151,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _measures(pairs: Sequence[Pair], *, mixed: bool) -> dict[str, list[tuple[float, float]]]:
-    """Measure -> its values for both models on each task that has them.
+    """Measure -> its values for both models on each task that has them; one that is not finite is no value.
 
     Sources that are mixed may call different predictions by one name, so their errors are not among them.
     """
@@ -159,7 +160,7 @@ def _measures(pairs: Sequence[Pair], *, mixed: bool) -> dict[str, list[tuple[flo
     names = () if mixed else dict.fromkeys(name for each, _ in pairs for name in each.errors)
     for name in names:
         measures[name] = [(a.errors[name], b.errors[name]) for a, b in pairs if name in a.errors and name in b.errors]
-    return measures
+    return {name: [pair for pair in values if all(map(math.isfinite, pair))] for name, values in measures.items()}
 
 
 def _result(task: str, rollouts: Sequence[Rollout], threshold: float) -> TaskResult:

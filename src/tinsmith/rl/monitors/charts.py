@@ -61,7 +61,11 @@ def svg(curves: Sequence[Curve], *, floor: float | None = None, ceiling: float |
     parts += [_line(plane, curve) for curve in sorted(curves, key=lambda curve: not curve.faint)]
     shown = [curve for curve in curves if not curve.faint and not curve.dashed]
     data = [
-        {"name": curve.name, "color": curve.color, "at": [[*plane.place(point), *point] for point in curve.points]}
+        {
+            "name": curve.name,
+            "color": curve.color,
+            "at": [[*plane.place(point), *point] for point in curve.points if math.isfinite(point[1])],
+        }
         for curve in shown
     ]
     return (
