@@ -161,7 +161,7 @@ def test_chart_without_finite_points_is_empty():
     assert charts.svg([charts.Curve(name="x", points=((1.0, float("nan")),))]) == ""
 
 
-def test_data_of_a_chart_is_json_without_points_that_are_not_finite():
+def test_data_of_a_chart_has_only_finite_points():
     points = ((1.0, 0.5), (2.0, float("nan")), (3.0, float("inf")), (4.0, 0.7))
     drawn = ElementTree.fromstring(charts.svg([charts.Curve(name="x", points=points)]))
     (curve,) = parse_json(drawn.attrib["data-curves"])

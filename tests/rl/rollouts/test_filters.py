@@ -34,14 +34,14 @@ def group(*rollouts: Rollout | float) -> Group:
     return Group(task=Task(id="t", messages=()), rollouts=made)
 
 
-def kept(filters: list[dict], groups: Sequence[Group]) -> tuple[Group, ...]:
+def remaining(filters: list[dict], groups: Sequence[Group]) -> tuple[Group, ...]:
     """The groups that the filters keep."""
     return GroupFilters(FILTERS.validate_python(filters)).remaining(groups)
 
 
 def left(filters: list[dict], *groups: Group) -> list[tuple[float, ...]]:
     """Rewards of each group that the filters keep."""
-    return [group.rewards for group in kept(filters, groups)]
+    return [group.rewards for group in remaining(filters, groups)]
 
 
 @pytest.mark.parametrize(
@@ -62,14 +62,14 @@ def test_filters_drop_rollouts_and_groups_outside_bounds(filters, expected):
 
 def test_valid_reward_drops_non_finite_rewards_only():
     sampled = group(math.nan, 1.0, rollout(0.0, error="gone"), math.inf)
-    (filtered,) = kept([{"type": "valid_reward"}], [sampled])
+    (filtered,) = remaining([{"type": "valid_reward"}], [sampled])
     assert [rollout.error for rollout in filtered.rollouts] == ["", "gone"]
     assert left([{"type": "valid_reward"}], group(math.nan)) == []
 
 
 def test_cut_replies_count_in_baselines_but_are_not_trained():
     sampled = group(rollout(1.0), rollout(0.0, stop="length"), rollout(0.5))
-    (filtered,) = kept([{"type": "cut"}], [sampled])
+    (filtered,) = remaining([{"type": "cut"}], [sampled])
     assert filtered.rewards == (1.0, 0.0, 0.5)
     config = AlgorithmConfig.model_validate({"type": "grpo", "merge_replies": False})
     algorithm = Algorithm(config, frozenset(), columns(), 0)
@@ -80,7 +80,7 @@ def test_cut_replies_count_in_baselines_but_are_not_trained():
 
 @pytest.mark.parametrize("name", ["rloo", "opmd", "reinforceplusplus", "raft", "multi_step_grpo", "rec", "grpo_std"])
 def test_algorithms_accept_rollouts_without_turns(name):
-    (filtered,) = kept([{"type": "cut"}], [group(rollout(1.0, stop="length"), 0.5, 0.2)])
+    (filtered,) = remaining([{"type": "cut"}], [group(rollout(1.0, stop="length"), 0.5, 0.2)])
     config = AlgorithmConfig.model_validate({"type": name})
     update = run(Algorithm(config, frozenset(), columns(), 0).score(1, [filtered]))
     assert len(update.rows) <= 2
@@ -191,7 +191,7 @@ def several(*roles: tuple[str, tuple[float, ...]], trained: bool = True) -> Grou
     ],
 )
 def test_reward_std_drops_only_roles_of_equal_rewards(sampled, roles):
-    filtered = kept([{"type": "reward_std"}], [sampled])
+    filtered = remaining([{"type": "reward_std"}], [sampled])
     assert [list(group.roles) for group in filtered] == ([] if roles is None else [roles])
 
 
