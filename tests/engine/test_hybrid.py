@@ -299,10 +299,10 @@ def test_full_cache_evicts_states_and_makes_sequences_wait(
     engine = hybrid(cache_tokens=3000)
     batch, taken, decode = engine.sampler.batch, list[int](), engine.sampler.batch.decode
 
-    def recorded() -> None:
+    def recorded() -> Any:
         taken.append(batch.kv_cache.tokens)
         assert len(batch.kv_cache.states.recurrent[0]) <= 3000 // batch.state_tokens
-        decode()
+        return decode()
 
     monkeypatch.setattr(batch, "decode", recorded)
     samples(engine, wait, *(ask(tokens(90 + seed, 60), num_samples=2, temperature=1.0) for seed in range(20)))

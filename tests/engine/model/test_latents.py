@@ -87,7 +87,7 @@ def test_other_projections_keep_keys_and_values() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_cache_keeps_latents_and_samples_match_transformers(kind: str, saved: Any, engine_for: Any, wait: Any) -> None:
     engine, model = engine_for(kind), plain_model(saved(kind), torch.float32)
-    shape = engine.sampler.batch.kv_cache._shape
+    shape = engine.sampler.batch.kv_cache.shape
     assert (shape.heads, shape.key_width, shape.value_width, shape.latent_width) == (1, RANK + ROTARY, 0, RANK)
     assert shape.token_bytes == 4 * shape.layers * (RANK + ROTARY)
     # A new prompt, one that continues it with its latents, one that expands them, and one of which nothing is cached.
@@ -172,7 +172,7 @@ def test_group_reads_latents_of_its_prompt(
 def test_bfloat16_keeps_sampler_and_trainer_equal(engine_for: Any, wait: Any, model_id: str) -> None:
     """There caches keep keys and values. Fails without that condition of `install`: experts flip (0.02 on average)."""
     engine = engine_for("deepseek_v3", dtype="bfloat16")
-    assert engine.sampler.batch.kv_cache._shape.latent_width == 0
+    assert engine.sampler.batch.kv_cache.shape.latent_width == 0
     wait(engine.create(model_id, LoraSpec(rank=2, seed=0)))
     gaps = []
     for start in (0, 50, 100):

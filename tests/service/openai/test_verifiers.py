@@ -21,7 +21,7 @@ from tinsmith.service.embedded import embedded
 
 vf = pytest.importorskip("verifiers.v1")
 
-DUEL = Path(__file__).parents[2] / "rl" / "environments" / "verifiers" / "packages" / "duel.py"
+DUEL = Path(__file__).parents[2] / "integrations" / "verifiers" / "packages" / "duel.py"
 MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What is 39 + 13?"}]
 KEY_VARIABLE = "KEY_OF_THE_TEST_SERVER"
 LONG = 40_000  # tokens; the context has 32768

@@ -16,7 +16,7 @@ import pyrage
 import pytest
 
 from tests.service.support.inprocess import Api, api, loss_in, pass_body, trained, until
-from tinsmith.engine.base import LoraSpec, ModelCard, OnDelta
+from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.cluster.files.cache import ObjectCache, ObjectSettings
 from tinsmith.engine.cluster.files.cached_engine import CachedEngine
@@ -25,6 +25,7 @@ from tinsmith.engine.cluster.objects import ObjectStore, StoreUnavailableError
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.exchange.archive import CONFIG, WEIGHTS
 from tinsmith.engine.fake.engine import FakeEngine
+from tinsmith.engine.processes.rpc import DelegatingEngine
 from tinsmith.errors import EngineDied
 from tinsmith.service.engines.clusters import ClusterFactory
 from tinsmith.service.engines.host import RunningEngine
@@ -33,30 +34,18 @@ from tinsmith.service.storage.object_copies import UNNAMED_S
 from tinsmith.service.storage.records import Checkpoint, Model, StoredObject
 
 
-class Process:
+class Process(DelegatingEngine):
     """An engine on another machine, which refuses every path of the service's machine."""
 
     def __init__(self, engine: CachedEngine, hidden: Path, died: asyncio.Event) -> None:
-        self._engine, self._hidden, self._died = engine, hidden, died
+        super().__init__(engine)
+        self._hidden, self._died = hidden, died
 
-    @property
-    def card(self) -> ModelCard:
-        return self._engine.card
-
-    @property
-    def progress(self) -> int:
-        return self._engine.progress
-
-    async def call(self, method: str, *args: Any, on_delta: OnDelta | None = None, **options: Any) -> Any:
+    async def call(self, method: Any, *args: Any, **options: Any) -> Any:
         if self._died.is_set():
             raise EngineDied("The engine is dead.", from_outside=True)
         assert not any(str(argument).startswith(str(self._hidden)) for argument in args), (method, args)
-        if on_delta is not None:
-            options["on_delta"] = on_delta
-        return await getattr(self._engine, method)(*args, **options)
-
-    async def close(self) -> None:
-        await self._engine.close()
+        return await super().call(method, *args, **options)
 
 
 class Elsewhere(ClusterFactory):
