@@ -95,7 +95,7 @@ bench-scale: install  ## many GPUs in simulated time, checked against processes
 	$(BIN)/python -m benchmarks.scale.experiments
 	$(BIN)/python -m benchmarks.scale.report
 
-# Without an install step, so that it runs on a machine that reaches no registry: docs/serve/gpus.md.
+# Without an install step, so that it runs on a machine that reaches no registry: benchmarks/NOTES.md.
 gpu-check:  ## check and measure the engine on a GPU, then its tests there; without one, list the steps
 	@status=0; export PYTHONPATH="$(CURDIR)/src:$(CURDIR):$$PYTHONPATH"; \
 	$(GPU_PYTHON) -m benchmarks.gpu_check --without-gpu-ok || status=$$?; \
