@@ -11,7 +11,7 @@ AUDIT := .venv-audit
 # The venv if there is one, else the Python that has PyTorch.
 GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: help install vllm demo gsm8k test test-all test-faults test-cluster check audit bench bench-growth bench-service bench-scale gpu-check docs site clean
+.PHONY: help install vllm demo gsm8k test ci test-all test-faults test-cluster check audit bench bench-growth bench-service bench-scale gpu-check docs site clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -46,8 +46,14 @@ gsm8k: install  ## train SmolLM2 with both of Trinity-RFT's files on GSM8K: make
 # One process per core with one thread each, because engines on shared cores wait for each other. Each may take 2 GB.
 # Tests start many programs, so bytecode is kept even where the environment says otherwise.
 # Files run in order of their names: sorted by number of tests, the tutorials (few and long) would come last.
-test: install  ## tests of seconds each, one process per core, at most 4
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+PARALLEL = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+UNATTENDED = not slow and not gpu and not faults and not cluster
+
+test: install  ## the quick tests, one process per core, at most 4; names those of more than 2 s
+	$(PARALLEL) -m 'not e2e and $(UNATTENDED)' --durations 10 --durations-min 2
+
+ci: install  ## also the tests of programs, whole runs and the checks: what CI runs
+	$(PARALLEL) -m '$(UNATTENDED)'
 
 test-all: install  ## also the slow tests: real models, whole runs, an unmodified cookbook
 	$(BIN)/python -m pytest -m 'not gpu and not faults and not cluster'

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.e2e
+
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 CODE = ["src", "tests", "benchmarks", "examples", "tools"]

@@ -13,6 +13,9 @@ from functools import cache
 from pathlib import Path
 
 import grimp
+import pytest
+
+pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parent.parent
 SOURCE = sorted((ROOT / "src").rglob("*.py"))

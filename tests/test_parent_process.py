@@ -10,6 +10,8 @@ import pytest
 
 from tinsmith.engine.vllm import guard
 
+pytestmark = pytest.mark.e2e
+
 WATCHING = """
 import os, time
 from tinsmith.engine.processes.parent import watch_parent

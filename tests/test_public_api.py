@@ -13,6 +13,8 @@ import pytest
 
 import tinsmith
 
+pytestmark = pytest.mark.e2e
+
 RUN_FILE = """
 model: {name: tiny, rank: 4}
 tasks:

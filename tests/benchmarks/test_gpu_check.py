@@ -17,6 +17,8 @@ from benchmarks.gpu_check.shapes import REAL, Size
 from benchmarks.gpu_check.step import Mark, Outcome, Step
 from benchmarks.gpu_check.steps import STEPS
 
+pytestmark = pytest.mark.e2e
+
 ROOT = Path(__file__).parents[2]
 FAKE = {
     "raises": "raise ValueError('no such kernel')",

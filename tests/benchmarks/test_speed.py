@@ -16,6 +16,8 @@ from benchmarks.workloads import grpo
 from tests.engine.reference import plain_model
 from tinsmith.engine.model import packing
 
+pytestmark = pytest.mark.e2e
+
 
 def test_rotate_alternates_the_order_of_sides():
     order: list[str] = []

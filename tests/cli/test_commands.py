@@ -20,7 +20,7 @@ import pytest
 
 from tinsmith.cli import main
 
-pytestmark = pytest.mark.usefixtures("forked_programs")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
 RUN_FILE = """
 model: {name: tiny, rank: 4}

@@ -21,6 +21,8 @@ from tinsmith.errors import ConfigError
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
+pytestmark = pytest.mark.e2e
+
 KEY = "tml-x"
 
 

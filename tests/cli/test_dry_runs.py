@@ -15,6 +15,8 @@ from tinsmith.rl.data.countdown import countdown_row
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
+pytestmark = pytest.mark.e2e
+
 ROOT = Path(__file__).parents[2]
 FILES = sorted(
     path.relative_to(ROOT)

@@ -20,7 +20,7 @@ from tests.cli.test_commands import RUN_FILE, STEPS, environment, metrics, wait_
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
-pytestmark = pytest.mark.usefixtures("forked_programs")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
 HELD = """
 import asyncio, os

@@ -30,7 +30,7 @@ from tinsmith.cli.runner import train
 from tinsmith.rl.run_folder import RandomStates, State
 from tinsmith.rl.run_folder.state import write_state
 
-pytestmark = pytest.mark.usefixtures("forked_programs")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,8 @@ from tinsmith.cli import app
 from tinsmith.engine.base import LoraSpec
 from tinsmith.errors import TinsmithError, UserError
 
+pytestmark = pytest.mark.e2e
+
 TOKENS = [5, 17, 300, 8, 44, 101, 9, 2]
 
 

@@ -17,7 +17,7 @@ from tests.cli.test_commands import PACE, RUN_FILE, STEPS, environment, metrics,
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
-pytestmark = pytest.mark.usefixtures("forked_programs")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
 WORDS = ("run", "small.yaml", "folder=runs/two", "buffer={type: file}", "sync.timeout=400", "staleness=1")
 ROLLOUTS = 16

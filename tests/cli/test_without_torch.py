@@ -12,6 +12,8 @@ import pytest
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
+pytestmark = pytest.mark.e2e
+
 PROGRAM = """
 import sys
 for name in ("torch", "peft", "accelerate", "gguf", "safetensors.torch"):

@@ -23,6 +23,8 @@ import pytest
 
 from tests.service.support.databases import free_port
 
+pytestmark = pytest.mark.e2e
+
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [
     DOCS / "quickstart.md",

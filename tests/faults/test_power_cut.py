@@ -16,6 +16,8 @@ from tests.faults.power.session import Recording, record
 from tests.faults.power.trace import Operation, read_trace, strace_command
 from tests.faults.report import write_power_report
 
+pytestmark = pytest.mark.e2e
+
 SEED = 16
 
 needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace (apt-get install strace)")

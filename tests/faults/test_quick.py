@@ -10,6 +10,7 @@ from tests.faults.plan import KILLS, OTHERS, REQUEST_FAULTS, STOPS, Plan
 from tests.faults.run import Run, fake_config, quieten, torch_config
 
 pytestmark = [
+    pytest.mark.e2e,
     pytest.mark.usefixtures("forked_programs"),
     pytest.mark.filterwarnings("ignore:DEPRECATED"),  # load_state of the SDK
 ]

@@ -24,6 +24,8 @@ from tinsmith.rl.guards.watchdog import watch_event_loop
 from tinsmith.rllm import AgentConfig, evaluator, rollout
 from tinsmith.rllm import Task as FlowTask
 
+pytestmark = pytest.mark.e2e
+
 
 @pytest.fixture
 def work(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -16,7 +16,7 @@ import pytest
 from tests.service.support.process import LIMIT_S, Child, child, eventually, free_port
 from tinsmith.service.config import ServeConfig
 
-pytestmark = pytest.mark.usefixtures("forked_programs")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
 HOLD_S = 44.0
 """The longest time for which a poll may be held."""

@@ -17,6 +17,8 @@ from tinsmith.errors import ConfigError
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
+pytestmark = pytest.mark.e2e
+
 
 def children(*, recursive: bool = False) -> set[int]:
     return {process.pid for process in psutil.Process().children(recursive=recursive)}

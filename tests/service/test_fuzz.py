@@ -26,6 +26,8 @@ from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 from tinsmith.service.wire.protobuf import pb
 
+pytestmark = pytest.mark.e2e
+
 MIB = 2**20
 
 

@@ -14,7 +14,7 @@ from tests.service.conftest import Served, datum
 from tests.service.support.process import child, free_port
 from tinsmith.service.config import ServeConfig
 
-pytestmark = pytest.mark.usefixtures("forked_programs")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
 TOKENS = [5, 6, 7, 8, 9]
 PROMPT = types.ModelInput.from_ints(TOKENS)

@@ -25,6 +25,8 @@ from tinsmith.engine.processes.slots import LocalSlot, LocalSlots, Program, star
 from tinsmith.engine.processes.tls import Identity
 from tinsmith.errors import ConfigError, EngineDied
 
+pytestmark = pytest.mark.e2e
+
 CONFIG = EngineConfig(source="fake", kind="fake")
 REQUEST = SampleRequest(request_id="r", prompt=np.array([1, 2, 3], np.int32), max_tokens=5, seed=1)
 

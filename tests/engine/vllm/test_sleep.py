@@ -29,6 +29,8 @@ from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError, EngineError
 from tinsmith.service.config import ServeConfig
 
+pytestmark = pytest.mark.e2e
+
 SLEEP, WAKE, LOAD = "/sleep?level=1&mode=keep", "/wake_up", "/v1/load_lora_adapter"
 GPU_CARD = replace(CARD, device="cuda:0")
 SECONDS = 240.0

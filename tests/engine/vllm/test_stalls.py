@@ -25,6 +25,8 @@ from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import EngineDied, EngineError
 from tinsmith.service.engines.host import EngineHost, RunningEngine
 
+pytestmark = pytest.mark.e2e
+
 TIMEOUT_S = 2.0
 LOAD = "/v1/load_lora_adapter"
 SECONDS = 240.0

@@ -27,7 +27,7 @@ from tinsmith.rl.workflows.conversation import Conversation
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
-pytestmark = pytest.mark.usefixtures("forked_programs")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
 HERE = {"dpo", "topr", "sapo", "sppo", "rec", "mix", "mix_chord"}
 """Algorithms whose loss is always computed by the client."""

@@ -26,7 +26,7 @@ from tests.service.support.databases import SERVER, postgres, url_of
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
-pytestmark = pytest.mark.usefixtures("forked_programs")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
 SAMPLERS = ("a", "b", "c")
 STEPS, GROUPS, EPOCHS = 12, 3, 2

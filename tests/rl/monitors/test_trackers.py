@@ -23,6 +23,8 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.rl.stages import run_stages
 from tinsmith.settings import build
 
+pytestmark = pytest.mark.e2e
+
 SHORT = {"steps": 3, "eval": {"every": 0}}
 NOT_OURS = pytest.mark.filterwarnings(  # warnings of these packages, not of Tinsmith
     "ignore::DeprecationWarning",

@@ -23,6 +23,8 @@ from tinsmith.rl.policy.agent_endpoint import AgentEndpoint, AgentSession
 from tinsmith.rl.policy.base import SamplingConfig
 from tinsmith.rl.policy.scripted import ScriptedSnapshot
 
+pytestmark = pytest.mark.e2e
+
 FEW = settings(
     max_examples=200, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
 )

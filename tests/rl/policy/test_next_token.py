@@ -20,6 +20,8 @@ from tinsmith.rl.rollouts.weight_sync import LiveSnapshot, PublishedWeights
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
+pytestmark = pytest.mark.e2e
+
 TOKENS = [1, 40, 50, 60, 70, 80]
 
 

@@ -27,7 +27,7 @@ from tinsmith.runner import train_config
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import end_child, start_child, url_of
 
-pytestmark = pytest.mark.usefixtures("in_folder")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_folder")]
 
 KEY = "tml-" + "h" * 32
 ROLLOUT_SECONDS = 12

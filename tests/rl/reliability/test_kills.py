@@ -20,7 +20,7 @@ import pytest
 from tests.rl.reliability.kills import SECONDS, Work, outcome, start
 from tests.rl.reliability.proxy import Action, Phase, proxied
 
-pytestmark = pytest.mark.usefixtures("forked_programs", "in_folder")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs", "in_folder")]
 
 
 def run_killed(work: Work, name: str, plan: list[tuple[Phase, str, int]]) -> int:

@@ -26,6 +26,8 @@ from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.runner import train_config
 
+pytestmark = pytest.mark.e2e
+
 OUTAGE_SECONDS = 2.5
 
 

@@ -29,6 +29,8 @@ from tinsmith.rl.train import train
 from tinsmith.rl.types import Group, Rollout, Task
 from tinsmith.rl.workflows.results import checked
 
+pytestmark = pytest.mark.e2e
+
 HERE = "tests.rl.reliability.hostile"
 STEPS = 2
 

@@ -24,6 +24,8 @@ from tinsmith.rl.train import train
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
+pytestmark = pytest.mark.e2e
+
 Address = tuple[str, str]
 
 

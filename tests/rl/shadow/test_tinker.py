@@ -27,6 +27,8 @@ from tinsmith.rl.shadow.tinker import TinkerShadowServer, text_datum
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
+pytestmark = pytest.mark.e2e
+
 T = TypeVar("T")
 RATE = 2e-5
 METHODS = ("fork", "reverse", "virtual")

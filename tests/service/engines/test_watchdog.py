@@ -24,6 +24,8 @@ from tinsmith.service.config import ServeConfig
 from tinsmith.service.engines.host import RunningEngine, start_engine
 from tinsmith.service.http.serving import DRAIN_S
 
+pytestmark = pytest.mark.e2e
+
 KEY = {"X-API-Key": "tml-x"}
 HOLD_S = 44.0
 """The longest time for which a poll may be held."""

@@ -19,6 +19,8 @@ from tests.service.sdk.tinker_command import Tinker, tinker_command
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
+pytestmark = pytest.mark.e2e
+
 
 @pytest.fixture(scope="module")
 def pushed() -> Iterator[Hub]:

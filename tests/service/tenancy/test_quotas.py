@@ -17,6 +17,8 @@ from tinsmith.service.config import ServeConfig
 from tinsmith.service.tenancy.keys import Quotas, create_key, open_key_database, set_quotas
 from tinsmith.service.tenancy.quotas import QuotaEnforcer
 
+pytestmark = pytest.mark.e2e
+
 
 class FixedQuotas:
     """Stands in for Tenants: quotas for tenant `a` only."""

@@ -19,7 +19,7 @@ from tinsmith.service.config import ServeConfig
 from tinsmith.service.server import run_service
 from tinsmith.service.tenancy.keys import create_key, open_key_database
 
-pytestmark = pytest.mark.usefixtures("forked_programs")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
 NOTICED_S = 120.0
 """Far longer than a server needs: the machine may stand still."""

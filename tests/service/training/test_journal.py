@@ -19,7 +19,7 @@ from tests.service.support.process import child, eventually, free_port
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.storage.tables import CHECKPOINTS
 
-pytestmark = pytest.mark.usefixtures("forked_programs")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
 TOKENS = [5, 6, 7, 8, 9]
 ADAM = types.AdamParams(learning_rate=0.02)
