@@ -143,6 +143,9 @@ class DeviceTensor(Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"{NAME}({self.content!r})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.detach().clone())  # PyTorch's would copy the storage, which is empty
+
     def tolist(self) -> Any:
         _count("reads")
         return self.content.tolist()

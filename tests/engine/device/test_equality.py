@@ -14,7 +14,8 @@ from tests import architectures, vision
 from tests.architectures import save_tiny
 from tests.engine.device import programs
 
-TOLERANCE = 1e-4
+TOLERANCE = 2e-4
+"""Of numbers after steps of AdamW, which makes the rounding of small gradients large (granite: 1.2e-4)."""
 OFTEN = (
     *("llama", "gemma2", "gemma4_text", "minicpm3"),
     *("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_text"),
