@@ -16,7 +16,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.service.backup import create
 from tinsmith.service.backup.create import back_up
 from tinsmith.service.backup.restore import restore
-from tinsmith.service.backup.snapshot import DATABASE, open_snapshot
+from tinsmith.service.backup.snapshot import open_snapshot
 from tinsmith.service.backup.verify import verify
 from tinsmith.service.storage.payload_files import INLINE_BYTES, PayloadFiles
 from tinsmith.service.storage.records import Model
@@ -135,7 +135,7 @@ def test_copied_rows_are_those_of_the_transaction(data: Path, tmp_path: Path) ->
     with open_snapshot(data, None) as snapshot:
         with beside(data) as engine, engine.begin() as db:
             db.execute(update(SESSIONS).values(display_name="later"))
-        snapshot.copy_database(tmp_path / DATABASE, PayloadFiles(data / "payloads"))
+        snapshot.copy_database(tmp_path, PayloadFiles(data / "payloads"))
     with open_snapshot(tmp_path, None, is_live=False) as copied:
         assert copied.db.execute(select(SESSIONS.c.display_name)).scalar_one() is None
 
@@ -162,6 +162,18 @@ def test_damaged_backup_is_refused(data: Path, tmp_path: Path) -> None:
     rewrite(file, bytes(content))
     assert messages(backup) == ["has another SHA-256"]
     with pytest.raises(ConfigError, match="has another SHA-256"):
+        restore(backup, tmp_path / "restored", None)
+    assert not (tmp_path / "restored").exists()
+
+
+@pytest.mark.only_on("sqlite")
+def test_backup_of_an_unknown_version_is_refused(data: Path, tmp_path: Path) -> None:
+    """Fails when `restore` finds out after it has copied the files."""
+    backup = tmp_path / "backup"
+    back_up(data, None, backup)
+    manifest = json.loads((backup / "manifest.json").read_text())
+    (backup / "manifest.json").write_text(json.dumps(manifest | {"schema": "0003"}))
+    with pytest.raises(ConfigError, match=r"The backup .* is of version 0003; this tinsmith knows"):
         restore(backup, tmp_path / "restored", None)
     assert not (tmp_path / "restored").exists()
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from sqlalchemy import event, func, select
 
-from tests.service.storage.test_database import REVISION_0005
 from tests.service.storage.test_store import CHECKPOINT, MODEL, SAMPLER, SESSION, WORKS
 from tests.service.support.databases import opened
 from tinsmith.service.storage.compaction import PAGES, SPARE_PAGES, give_back_pages
@@ -156,10 +155,7 @@ def test_indexes_equal_a_walk_over_all_records(tmp_path: Path) -> None:
 
 @pytest.mark.only_on("sqlite")
 def test_sqlite_file_shrinks(tmp_path: Path) -> None:
-    """Also the file of an older version. Break `give_back_pages`: return 0."""
-    with sqlite3.connect(tmp_path / "tinsmith.db") as old:
-        old.executescript(REVISION_0005.read_text())
-    old.close()
+    """Break `give_back_pages`: return 0."""
 
     async def main() -> None:
         async with opened(tmp_path) as store:
@@ -175,7 +171,7 @@ def test_sqlite_file_shrinks(tmp_path: Path) -> None:
 @pytest.mark.only_on("sqlite")
 @pytest.mark.parametrize("kind", ["INCREMENTAL", "NONE"])
 def test_pages_are_given_back_in_few_transactions(tmp_path: Path, kind: str) -> None:
-    """Break it: give pages back by `execute`, which gives back one. NONE: a large file of an earlier version."""
+    """Break it: give pages back by `execute`, which gives back one. NONE: a file that another program has made."""
     file = tmp_path / "tinsmith.db"
     with sqlite3.connect(file) as db:
         db.execute(f"PRAGMA auto_vacuum={kind}")

@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-_CHUNK = 1 << 20
 _OBSTORE = {"s3", "gs", "az", "abfs"}
 """Protocols that obstore serves where it is installed: one library without dependencies for all of them."""
 
@@ -221,8 +220,5 @@ def _digest(content: bytes) -> str:
 
 
 def _describe(file: Path) -> StoredFile:
-    digest = hashlib.sha256()
     with file.open("rb") as content:
-        while chunk := content.read(_CHUNK):
-            digest.update(chunk)
-    return StoredFile(bytes=file.stat().st_size, sha256=digest.hexdigest())
+        return StoredFile(bytes=file.stat().st_size, sha256=hashlib.file_digest(content, "sha256").hexdigest())

@@ -23,13 +23,12 @@ from tinsmith.atomic import link_file
 from tinsmith.errors import ConfigError
 from tinsmith.service.backup.manifest import FileEntry, Manifest, files_of, read_manifest, sha256
 from tinsmith.service.backup.snapshot import (
-    DATABASE,
     Snapshot,
     StoredFolder,
-    head_revision,
     open_snapshot,
     require_database,
 )
+from tinsmith.service.storage.database import head_revision
 from tinsmith.service.storage.payload_files import PAYLOADS_FOLDER, PayloadFiles, held
 
 SINGLE_FILES = ("api-key", "signing-key", "samples")
@@ -145,7 +144,7 @@ def _remove_others(staging: Path, paths: set[str]) -> None:
 
 def _read_rest(snapshot: Snapshot, data: Path, database: str | None, staging: Path, missing: list[str]) -> Manifest:
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    snapshot.copy_database(staging / DATABASE, PayloadFiles(data / PAYLOADS_FOLDER))
+    snapshot.copy_database(staging, PayloadFiles(data / PAYLOADS_FOLDER))
     for name in SINGLE_FILES:
         if (data / name).is_file():
             shutil.copy2(data / name, staging / name)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from sqlalchemy import Connection, Engine, create_engine, select, text
+from sqlalchemy import Connection, select, text
 
 from tinsmith.errors import ConfigError
 from tinsmith.plurals import counted
 from tinsmith.service.backup.manifest import Manifest, read_manifest
-from tinsmith.service.backup.snapshot import DATABASE, copy_rows
-from tinsmith.service.storage.database import migrate, open_engine, sync_engine_of
+from tinsmith.service.backup.snapshot import DATABASE, copy_rows, open_database
+from tinsmith.service.storage.database import migrate_tables, require_known
 from tinsmith.service.storage.folder_lock import LOCK, lock_folder
 from tinsmith.service.storage.tables import META
 from tinsmith.settings import writable_folder
@@ -29,6 +30,7 @@ def restore(source: Path, data: Path, database: str | None) -> Manifest:
     data folder or the database is not empty.
     """
     manifest = read_manifest(source)
+    require_known(manifest.schema, f"The backup {source}")
     faults = sorted(manifest.faults(source).items())
     if faults:
         raise ConfigError(
@@ -42,10 +44,12 @@ def restore(source: Path, data: Path, database: str | None) -> Manifest:
         data.chmod(0o700)
         for path in sorted(manifest.files, key=lambda name: name == DATABASE):  # last: without it, nothing is served
             _copy(source / path, data / path)
-        asyncio.run(_migrate(data, None))
+        with _migrated(data, None) as rows:
+            if database is not None:
+                with _migrated(data, database) as target:
+                    _copy_rows(rows, target)
         if database is not None:
-            asyncio.run(_migrate(data, database))
-            _move_rows(data, database)
+            (data / DATABASE).unlink()
         os.sync()
     return manifest
 
@@ -56,33 +60,25 @@ def _copy(source: Path, to: Path) -> None:
     to.chmod(0o600)
 
 
-async def _migrate(data: Path, database: str | None) -> None:
-    engine = open_engine(data, database)
-    try:
-        await migrate(engine)
-    finally:
-        await engine.dispose()
+@contextmanager
+def _migrated(data: Path, database: str | None) -> Iterator[Connection]:
+    """A transaction on a database that has this version's tables."""
+    with open_database(data, database) as engine, engine.begin() as db:
+        migrate_tables(db)
+        yield db
 
 
-def _move_rows(data: Path, database: str) -> None:
-    """Move all rows of the folder's SQLite database to PostgreSQL."""
-    file = data / DATABASE
-    engines: list[Engine] = [create_engine(f"sqlite:///{file}"), sync_engine_of(open_engine(data, database))]
-    try:
-        with engines[0].connect() as source, engines[1].begin() as target:
-            _require_empty(target)
-            copy_rows(source, target)
-            for table in SERIAL_TABLES:
-                target.execute(
-                    text(
-                        f"select setval(pg_get_serial_sequence('{table}', 'id'), coalesce(max(id), 1),"
-                        f" max(id) is not null) from {table}"
-                    )
-                )
-    finally:
-        for engine in engines:
-            engine.dispose()
-    file.unlink()
+def _copy_rows(source: Connection, target: Connection) -> None:
+    """Copy all rows of the backup into an empty PostgreSQL database."""
+    _require_empty(target)
+    copy_rows(source, target)
+    for table in SERIAL_TABLES:
+        target.execute(
+            text(
+                f"select setval(pg_get_serial_sequence('{table}', 'id'), coalesce(max(id), 1),"
+                f" max(id) is not null) from {table}"
+            )
+        )
 
 
 def _require_empty(db: Connection) -> None:

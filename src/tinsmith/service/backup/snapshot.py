@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine, create_engine, func, insert, select, text
+from sqlalchemy import Connection, Engine, create_engine, func, insert, select
 
 from tinsmith.engine.base import LoraSpec
 from tinsmith.errors import ConfigError
-from tinsmith.service.storage.database import MIGRATIONS, open_engine, sync_engine_of, translate_connection_errors
+from tinsmith.service.storage.database import (
+    migrate_tables,
+    open_engine,
+    require_current,
+    sync_engine_of,
+    translate_connection_errors,
+)
 from tinsmith.service.storage.payload_files import PayloadFiles
 from tinsmith.service.storage.records import Checkpoint, Model
 from tinsmith.service.storage.requests import move_payloads_to_rows
@@ -105,24 +110,17 @@ class Snapshot:
             for table in META.sorted_tables
         }
 
-    def copy_database(self, to: Path, files: PayloadFiles) -> None:
+    def copy_database(self, folder: Path, files: PayloadFiles) -> None:
         """Write the rows of the snapshot, with the payloads that are in files, into a new SQLite database."""
-        self._copy_rows(to)
-        with _disposed(create_engine(f"sqlite:///{to}")) as engine, engine.begin() as target:
-            move_payloads_to_rows(target, files)
-
-    def _copy_rows(self, to: Path) -> None:
         if self.db.dialect.name == "sqlite":
             source = cast(sqlite3.Connection, self.db.connection.dbapi_connection)
-            target = sqlite3.connect(to)
-            source.backup(target)  # reads in the transaction that is open
-            target.close()
-            return
-        with _disposed(create_engine(f"sqlite:///{to}")) as engine, engine.begin() as target_db:
-            META.create_all(target_db)
-            target_db.execute(text("create table alembic_version (version_num varchar(32) primary key)"))
-            target_db.execute(text("insert into alembic_version values (:head)"), {"head": head_revision()})
-            copy_rows(self.db, target_db)
+            with closing(sqlite3.connect(folder / DATABASE)) as copy:
+                source.backup(copy)  # reads in the transaction that is open
+        with open_database(folder, None) as engine, engine.begin() as target:
+            if self.db.dialect.name != "sqlite":
+                migrate_tables(target)
+                copy_rows(self.db, target)
+            move_payloads_to_rows(target, files)
 
 
 def _names(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -139,18 +137,29 @@ def open_snapshot(data: Path, database: str | None, *, is_live: bool = True) -> 
     if it is of another version.
     """
     require_database(data, database)
-    file = data / DATABASE
-    asynchronous = open_engine(data, database)
-    engine = sync_engine_of(asynchronous) if is_live else create_engine(f"sqlite:///file:{file}?immutable=1&uri=true")
-    with translate_connection_errors(asynchronous), _disposed(engine), engine.connect() as db:
+    with open_database(data, database, is_live=is_live) as engine, engine.connect() as db:
         if db.dialect.name == "postgresql":
             db.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
-        _require_head(db, asynchronous.url.render_as_string(hide_password=True))
+        require_current(db)
         yield Snapshot(
             db=db,
             models=cast(list[Model], _records(db, Model, MODELS)),
             checkpoints=cast(list[Checkpoint], _records(db, Checkpoint, CHECKPOINTS)),
         )
+
+
+@contextmanager
+def open_database(folder: Path, database: str | None, *, is_live: bool = True) -> Iterator[Engine]:
+    """Connections to the SQLite database of a folder, or to the database at a URL. Raises ConfigError."""
+    if is_live:
+        engine = sync_engine_of(open_engine(folder, database))
+    else:
+        engine = create_engine(f"sqlite:///file:{folder / DATABASE}?immutable=1&uri=true")
+    try:
+        with translate_connection_errors(engine):
+            yield engine
+    finally:
+        engine.dispose()
 
 
 def require_database(data: Path, database: str | None) -> None:
@@ -167,27 +176,5 @@ def copy_rows(source: Connection, target: Connection) -> None:
             target.execute(insert(table), [dict(row) for row in part])
 
 
-def head_revision() -> str | None:
-    """The version of the tables of this tinsmith."""
-    return ScriptDirectory(str(MIGRATIONS)).get_current_head()
-
-
-def _require_head(db: Connection, url: str) -> None:
-    revision = db.execute(text("select version_num from alembic_version")).scalar()
-    if revision != head_revision():
-        raise ConfigError(
-            f"The database {url} is of version {revision}, this tinsmith's is {head_revision()}.",
-            "Use the tinsmith that its server runs, or start this one's server on it first.",
-        )
-
-
 def _records(db: Connection, kind: Any, table: Any) -> list[Any]:
     return [record_from_row(kind, row) for row in db.execute(select(table).order_by(table.c.created, table.c.id))]
-
-
-@contextmanager
-def _disposed(engine: Engine) -> Iterator[Engine]:
-    try:
-        yield engine
-    finally:
-        engine.dispose()

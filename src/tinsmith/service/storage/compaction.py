@@ -12,31 +12,12 @@ from sqlalchemy.exc import DBAPIError
 
 log = logging.getLogger(__name__)
 
-VACUUM_BYTES = 512 << 20
-"""Largest file that is rewritten at a start, which takes seconds, so that its free pages can be given back later."""
 PAGES = 2000
 """Free pages that one transaction gives back, 8 MiB: other writes wait for it."""
 SPARE_PAGES = 1000
 """Free pages that stay for the next rows."""
 LOG_BYTES = 32 << 20
 """A log of this size is written to the database and emptied."""
-
-
-def prepare_file(engine: Engine) -> None:
-    """Rewrite a database of an earlier version, once, if it is small. A failure only leaves the file as it is."""
-    if engine.dialect.name != "sqlite" or (size := database_bytes(engine)) > VACUUM_BYTES:
-        return
-    with engine.connect() as db:
-        driver = db.connection.driver_connection  # VACUUM needs a connection without a transaction
-        assert driver is not None
-        if driver.execute("PRAGMA auto_vacuum").fetchone()[0] == 2:
-            return
-        log.info("Rewriting the database once, so that it shrinks from now on (%.0f MB).", size / 1e6)
-        try:
-            driver.execute("PRAGMA auto_vacuum=INCREMENTAL")
-            driver.execute("VACUUM")
-        except sqlite3.Error as error:
-            log.warning("The database cannot be rewritten: %s", error)
 
 
 def give_back_pages(engine: Engine) -> int:
@@ -57,7 +38,7 @@ def give_back_pages(engine: Engine) -> int:
                 before = free
                 driver.executescript(f"PRAGMA incremental_vacuum({min(free - SPARE_PAGES, PAGES)})")
                 free = _free_pages(driver)
-                if free >= before:  # a large file of an earlier version, which `prepare_file` has left as it is
+                if free >= before:  # a file without auto_vacuum, which another program has made
                     break
                 given_back += before - free
         except sqlite3.Error as error:

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 from alembic import command
 from alembic.config import Config
+from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.exc import DataError, DBAPIError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
@@ -33,8 +33,6 @@ from tinsmith.service.storage.tables import META
 log = logging.getLogger(__name__)
 
 MIGRATIONS = Path(__file__).parent / "migrations"
-SQUASHED_REVISIONS = ("0001", "0002", "0003", "0004")
-"""Revisions of development versions, whose migrations are part of the initial one now."""
 _SERVER_LOCK, _MIGRATION_LOCK = 0x74696E73, 0x74696E74
 """Keys of PostgreSQL's advisory locks."""
 _PING_S = 5.0
@@ -167,22 +165,54 @@ def display_url(engine: AsyncEngine | Engine) -> str:
 
 
 async def migrate(engine: AsyncEngine, *, upgrade: bool = True) -> None:
-    """Create or upgrade the tables, in one transaction.
+    """Create or upgrade the tables, in one transaction, as `migrate_tables` does. Raises ConfigError if it cannot."""
+    with translate_connection_errors(engine):
+        async with engine.execution_options(exclusive=True).begin() as db:
+            await db.run_sync(migrate_tables, upgrade)
+
+
+def migrate_tables(db: Connection, upgrade: bool = True) -> None:
+    """Create or upgrade the tables.
 
     Without `upgrade`, an older database is refused, since a server may be using it. Raises ConfigError if the database
-    is refused, cannot be reached, is newer than the code, or holds tables of another program.
+    is refused, is of a version that has no migration here, or holds tables of another program.
     """
-    try:
-        with translate_connection_errors(engine):
-            async with engine.execution_options(exclusive=True).begin() as db:
-                if db.dialect.name == "postgresql":
-                    await db.execute(text(f"select pg_advisory_xact_lock({_MIGRATION_LOCK})"))
-                await db.run_sync(_migrate, upgrade)
-    except CommandError as error:
+    if db.dialect.name == "postgresql":
+        db.execute(text(f"select pg_advisory_xact_lock({_MIGRATION_LOCK})"))
+    revision = _known_revision(db)
+    if revision not in (None, head_revision()):
+        if not upgrade:
+            require_current(db)
+        log.info("Upgrading the database from version %s.", revision)
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    config.attributes["connection"] = db
+    command.upgrade(config, "head")
+
+
+def require_current(db: Connection) -> None:
+    """Raise ConfigError unless the database has the tables of this code."""
+    revision = _known_revision(db)
+    if revision != head_revision():
         raise ConfigError(
-            f"The database {display_url(engine)} is of another version: {error}.",
-            "Use the tinsmith that wrote it, or another --data or --database.",
-        ) from error
+            f"The database {display_url(db.engine)} is of version {revision}, this tinsmith's is {head_revision()}.",
+            "Start this tinsmith's server on it, which upgrades it, or use the tinsmith of its server.",
+        )
+
+
+def head_revision() -> str | None:
+    """The version of the tables of this code."""
+    return ScriptDirectory(str(MIGRATIONS)).get_current_head()
+
+
+def require_known(revision: str, name: str) -> None:
+    """Raise ConfigError unless tables of this version can be upgraded; `name` says what has them."""
+    known = [script.revision for script in ScriptDirectory(str(MIGRATIONS)).walk_revisions()]
+    if revision not in known:
+        raise ConfigError(
+            f"{name} is of version {revision}; this tinsmith knows {', '.join(reversed(known))}.",
+            "Use the tinsmith that wrote it, or name another.",
+        )
 
 
 @asynccontextmanager
@@ -247,7 +277,7 @@ class _ServerLock:
 
 
 @contextmanager
-def translate_connection_errors(engine: AsyncEngine) -> Iterator[None]:
+def translate_connection_errors(engine: AsyncEngine | Engine) -> Iterator[None]:
     """Raise ConfigError in place of SQLAlchemy's error if the database does not answer."""
     try:
         yield
@@ -258,37 +288,16 @@ def translate_connection_errors(engine: AsyncEngine) -> Iterator[None]:
         ) from error
 
 
-def _migrate(db: Connection, upgrade: bool) -> None:
-    config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS))
-    config.attributes["connection"] = db
-    revision = _revision_of(db)
-    if revision is not None and revision != ScriptDirectory.from_config(config).get_current_head():
-        if not upgrade:
-            raise ConfigError(
-                f"The database {db.engine.url.render_as_string()} is of version {revision}.",
-                "Start this tinsmith's server on it: it brings the database up to date.",
-            )
-        log.info("Upgrading the database from version %s.", revision)
-    if revision in SQUASHED_REVISIONS:
-        command.stamp(config, "base", purge=True)
-    command.upgrade(config, "head")
-
-
-def _revision_of(db: Connection) -> str | None:
-    """The database's revision; None if it is empty. Raises ConfigError for tables of another program."""
-    tables = set(inspect(db).get_table_names())
-    if "alembic_version" in tables:
-        return db.execute(text("select version_num from alembic_version")).scalar()
-    schema = db.exec_driver_sql("PRAGMA user_version").scalar_one() if db.dialect.name == "sqlite" else 0
-    if schema == 1:  # from before the first migration
-        return SQUASHED_REVISIONS[0]
-    if schema or tables & set(META.tables):
+def _known_revision(db: Connection) -> str | None:
+    """The version of the tables; None without tables. Raises ConfigError for an unknown one, and for other tables."""
+    revision, name = MigrationContext.configure(db).get_current_revision(), f"The database {display_url(db.engine)}"
+    if revision is not None:
+        require_known(revision, name)
+    elif others := set(inspect(db).get_table_names()) & set(META.tables):
         raise ConfigError(
-            f"The database {db.engine.url.render_as_string()} holds tables of something else (schema {schema}).",
-            "Use another --data or --database.",
+            f"{name} holds tables without a version: {', '.join(sorted(others))}.", "Use another --data or --database."
         )
-    return None
+    return revision
 
 
 def _configure_sqlite(connection: Any, _record: Any) -> None:

@@ -29,7 +29,7 @@ from tinsmith.service.storage.batch import (
     insert_into,
     record_from_row,
 )
-from tinsmith.service.storage.compaction import database_bytes, empty_log, give_back_pages, prepare_file
+from tinsmith.service.storage.compaction import database_bytes, empty_log, give_back_pages
 from tinsmith.service.storage.database import display_url, exclusive_access, migrate, open_engine, sync_engine_of
 from tinsmith.service.storage.memory import TABLES, Records, RecordT, StoredRecord
 from tinsmith.service.storage.payload_files import PAYLOADS_FOLDER, PayloadFiles
@@ -285,7 +285,6 @@ async def _load_store(engine: AsyncEngine, data: Path) -> Store:
     store = Store(engine, data)
     try:
         await migrate(engine)
-        await asyncio.to_thread(prepare_file, store._sync_engine)
         await store.load()
     except BaseException:
         await store.close()

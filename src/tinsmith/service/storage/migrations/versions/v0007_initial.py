@@ -1,7 +1,6 @@
 """The tables of 0.1.0.
 
-Databases of earlier development versions have some of these tables, without some of the columns: they get what is
-missing.
+It has the last number of the development versions, whose tables are these. Databases with lower numbers are refused.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0005"
-"""The number of the last development revision, whose tables are these: its databases need no migration."""
+revision = "0007"
 down_revision = None
 
 SCHEMA = sa.MetaData()
@@ -44,6 +42,7 @@ sa.Table(
     sa.Column("state", sa.String, nullable=False),
     sa.Column("captured", sa.String),
     sa.Column("captured_optimizer", sa.Boolean, nullable=False),
+    sa.Column("captured_digest", sa.String),
     sa.Column("covered", sa.BigInteger, nullable=False),
     sa.Column("used", sa.Float),
     sa.Column("inflight", sa.String),
@@ -82,6 +81,14 @@ sa.Table(
     sa.Column("size_bytes", sa.BigInteger, nullable=False),
     sa.Column("expires", sa.Float),
     sa.Column("metadata", sa.JSON),
+    sa.Column("digest", sa.String),
+)
+
+sa.Table(
+    "objects",
+    SCHEMA,
+    sa.Column("id", sa.String, primary_key=True),
+    sa.Column("created", sa.Float, nullable=False),
 )
 
 sa.Table(
@@ -110,7 +117,21 @@ sa.Table(
     sa.Column("status", sa.BigInteger),
     sa.Column("media", sa.String),
     sa.Column("body", sa.LargeBinary),
+    sa.Column("fetched", sa.Float),
     sa.Index("requests_of_model", "model_id", "seq"),
+    sa.Index("requests_by_end", "done"),
+)
+
+sa.Table(
+    "payloads",
+    SCHEMA,
+    sa.Column("id", sa.String, primary_key=True),
+    sa.Column("model_id", sa.String, nullable=False),
+    sa.Column("seq", sa.BigInteger, nullable=False),
+    sa.Column("segment", sa.BigInteger, nullable=False),
+    sa.Column("offset", sa.BigInteger, nullable=False),
+    sa.Column("size", sa.BigInteger, nullable=False),
+    sa.Index("payloads_of_model", "model_id", "seq"),
 )
 
 sa.Table(
@@ -193,16 +214,5 @@ sa.Table(
 
 
 def upgrade() -> None:
-    """Create missing tables and add missing columns. Forward only: to go back, restore a copy of the database."""
-    db = op.get_bind()
-    existing = set(sa.inspect(db).get_table_names())
-    for table in SCHEMA.sorted_tables:
-        if table.name in existing:
-            columns = {column["name"] for column in sa.inspect(db).get_columns(table.name)}
-            for column in table.columns:
-                if column.name not in columns:
-                    added = sa.Column(
-                        column.name, column.type, nullable=column.nullable, server_default=column.server_default
-                    )
-                    op.add_column(table.name, added)
-    SCHEMA.create_all(db)
+    """Forward only: going back is restoring a copy of the database."""
+    SCHEMA.create_all(op.get_bind(), checkfirst=False)
