@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -52,6 +53,26 @@ def test_migrations_are_linear() -> None:
     config.set_main_option("script_location", str(MIGRATIONS))
     numbers = [script.revision for script in ScriptDirectory.from_config(config).walk_revisions()]
     assert numbers == [f"{number:04d}" for number in range(6 + len(numbers), 6, -1)]
+
+
+def test_next_migration_upgrades_at_a_start_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    migrated(tmp_path)
+    shutil.copytree(MIGRATIONS, tmp_path / "migrations", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "migrations" / "versions" / "v9000_next.py").write_text(
+        "import sqlalchemy as sa\nfrom alembic import op\n"
+        f"revision, down_revision = '9000', '{head_revision()}'\n"
+        "def upgrade(): op.add_column('sessions', sa.Column('added', sa.String))\n"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(database_module, "MIGRATIONS", tmp_path / "migrations")
+        with pytest.raises(ConfigError, match="this tinsmith's is 9000"):
+            migrated(tmp_path, upgrade=False)
+        assert differences(tmp_path) == []
+        migrated(tmp_path)
+        migrated(tmp_path, upgrade=False)
+    assert [(change[0], change[3].name) for change in differences(tmp_path)] == [("remove_column", "added")]
+    with pytest.raises(ConfigError, match="is of version 9000; this tinsmith knows"):
+        migrated(tmp_path)
 
 
 def test_concurrent_starts_migrate_once(tmp_path: Path) -> None:

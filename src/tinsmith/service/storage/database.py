@@ -211,7 +211,7 @@ def require_known(revision: str, name: str) -> None:
     if revision not in known:
         raise ConfigError(
             f"{name} is of version {revision}; this tinsmith knows {', '.join(reversed(known))}.",
-            "Use the tinsmith that wrote it, or name another.",
+            "Use the tinsmith that wrote it, or start with an empty --data or --database.",
         )
 
 
