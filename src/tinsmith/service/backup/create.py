@@ -62,12 +62,9 @@ def back_up(data: Path, database: str | None, destination: Path) -> BackupResult
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive_folder(destination.with_name(f".{destination.name}.writing")) as folder:
-            with _staging(data, folder) as staging:
+            with _staging(data) as staging:
                 manifest = _collect(data, database, staging)
-                if staging != folder:
-                    _copy(staging, folder, destination, previous)
-            entries, reused = _entries(folder, previous)
-            manifest.files.update(entries)
+                reused = _copy(staging, folder, destination, previous, manifest)
             manifest.write(folder)
             os.sync()  # once, in place of a sync for each file
             _replace(destination, folder)
@@ -92,15 +89,10 @@ def _previous(data: Path, destination: Path) -> Manifest | None:
 
 def _collect(data: Path, database: str | None, staging: Path) -> Manifest:
     """Link the folders and copy the database and the single files. Returns the manifest without files."""
-    with held(data / PAYLOADS_FOLDER):
-        return _collect_held(data, database, staging)
-
-
-def _collect_held(data: Path, database: str | None, staging: Path) -> Manifest:
     missing_since: dict[str, float] = {}
     end = time.monotonic() + LIMIT_S
     while True:
-        with open_snapshot(data, database) as snapshot:
+        with held(data / PAYLOADS_FOLDER), open_snapshot(data, database) as snapshot:
             folders = snapshot.folders()
             now = time.monotonic()
             missing = [folder.path for folder in folders if not _link_folder(data, staging, folder)]
@@ -161,17 +153,9 @@ def _read_rest(snapshot: Snapshot, data: Path, database: str | None, staging: Pa
 # The destination.
 
 
-def same_file_system(first: Path, second: Path) -> bool:
-    """Whether files can be hard-linked from one folder into the other."""
-    return first.stat().st_dev == second.stat().st_dev
-
-
 @contextmanager
-def _staging(data: Path, folder: Path) -> Iterator[Path]:
-    """The folder that gets hard links: `folder`, or one beside the data if that is on another file system."""
-    if same_file_system(data, folder):
-        yield folder
-        return
+def _staging(data: Path) -> Iterator[Path]:
+    """The folder that gets hard links: in the data folder, since the destination may be on another file system."""
     for stale in data.glob(".backup-*"):
         with suppress(ConfigError), _exclusive_folder(stale):  # removes it, unless another backup uses it
             pass
@@ -202,35 +186,24 @@ def _exclusive_folder(folder: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def _copy(staging: Path, folder: Path, destination: Path, previous: Manifest | None) -> None:
-    """Copy files to another file system; unchanged ones are linked from the earlier backup there."""
+def _copy(staging: Path, folder: Path, destination: Path, previous: Manifest | None, manifest: Manifest) -> int:
+    """Link or copy the files into the new backup, and enter them in its manifest.
+
+    Unchanged ones are linked from the earlier backup, and are not read. Returns their number.
+    """
+    reused, known = 0, previous.files if previous is not None else {}
     for path in files_of(staging):
-        source, target = staging / path, folder / path
+        source, target, earlier = staging / path, folder / path, destination / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        if _unchanged(source, path, previous) and (destination / path).is_file():
-            link_file(destination / path, target)
-        else:
-            shutil.copy2(source, target)
-
-
-def _entries(folder: Path, previous: Manifest | None) -> tuple[dict[str, FileEntry], int]:
-    """(the entries of all files, the number of those that the earlier backup has too)."""
-    entries, reused = {}, 0
-    for path in files_of(folder):
-        file = folder / path
-        if previous is not None and _unchanged(file, path, previous):
-            entries[path] = previous.files[path]
+        stat, entry = source.stat(), known.get(path)
+        if entry is not None and entry.is_of(stat) and earlier.is_file():
+            link_file(earlier, target)
             reused += 1
         else:
-            stat = file.stat()
-            entries[path] = FileEntry(stat.st_size, stat.st_mtime_ns, sha256(file))
-    return entries, reused
-
-
-def _unchanged(file: Path, path: str, previous: Manifest | None) -> bool:
-    entry = previous.files.get(path) if previous is not None else None
-    stat = file.stat()
-    return entry is not None and (entry.size, entry.mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+            link_file(source, target)
+            entry = FileEntry(stat.st_size, stat.st_mtime_ns, sha256(target))
+        manifest.files[path] = entry
+    return reused
 
 
 def _replace(destination: Path, folder: Path) -> None:

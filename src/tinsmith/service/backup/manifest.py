@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,10 @@ class FileEntry:
     size: int
     mtime_ns: int
     sha256: str
+
+    def is_of(self, stat: os.stat_result) -> bool:
+        """Whether a file with this status is unchanged."""
+        return (self.size, self.mtime_ns) == (stat.st_size, stat.st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,23 +156,10 @@ def _payload_fault(row: Row[Any], files: PayloadFiles) -> str | None:
 
 def _unknown(root: Path, snapshot: Snapshot) -> Check:
     """Folders without a record. A server never deletes them."""
-    checkpoints = {checkpoint.id for checkpoint in snapshot.checkpoints}
-    models = {model.id.replace(":", "-") for model in snapshot.models}
-    parents: list[tuple[str, Callable[[str], bool]]] = [
-        ("checkpoints", checkpoints.__contains__),
-        ("journal", models.__contains__),
-    ]
-    faults = {
-        f"{parent}/{name}": "no record names it"
-        for parent, is_known in parents
-        for name in _names(root / parent)
-        if not is_known(name)
-    }
+    known = {f"checkpoints/{checkpoint.id}" for checkpoint in snapshot.checkpoints}
+    known |= {f"journal/{model.id.replace(':', '-')}" for model in snapshot.models}
+    folders = [entry for name in ("checkpoints", "journal") for entry in root.glob(f"{name}/[!.]*/")]
+    paths = sorted(folder.relative_to(root).as_posix() for folder in folders)
+    faults = {path: "no record names it" for path in paths if path not in known}
     checked = f"{counted(len(faults), 'folder')} without a record"
     return Check(name="unknown", checked=checked, faults=faults, is_harmless=True)
-
-
-def _names(parent: Path) -> Iterator[str]:
-    """Names of the complete folders in a folder."""
-    if parent.is_dir():
-        yield from sorted(entry.name for entry in parent.iterdir() if entry.is_dir() and entry.name[0] != ".")
