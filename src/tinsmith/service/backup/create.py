@@ -191,11 +191,11 @@ def _copy(staging: Path, folder: Path, destination: Path, previous: Manifest | N
 
     Unchanged ones are linked from the earlier backup, and are not read. Returns their number.
     """
-    reused, known = 0, previous.files if previous is not None else {}
+    reused, entries = 0, previous.files if previous is not None else {}
     for path in files_of(staging):
         source, target, earlier = staging / path, folder / path, destination / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        stat, entry = source.stat(), known.get(path)
+        stat, entry = source.stat(), entries.get(path)
         if entry is not None and entry.is_of(stat) and earlier.is_file():
             link_file(earlier, target)
             reused += 1

@@ -156,10 +156,10 @@ def _payload_fault(row: Row[Any], files: PayloadFiles) -> str | None:
 
 def _unknown(root: Path, snapshot: Snapshot) -> Check:
     """Folders without a record. A server never deletes them."""
-    known = {f"checkpoints/{checkpoint.id}" for checkpoint in snapshot.checkpoints}
-    known |= {f"journal/{model.id.replace(':', '-')}" for model in snapshot.models}
+    recorded = {f"checkpoints/{checkpoint.id}" for checkpoint in snapshot.checkpoints}
+    recorded |= {f"journal/{model.id.replace(':', '-')}" for model in snapshot.models}
     folders = [entry for name in ("checkpoints", "journal") for entry in root.glob(f"{name}/[!.]*/")]
     paths = sorted(folder.relative_to(root).as_posix() for folder in folders)
-    faults = {path: "no record names it" for path in paths if path not in known}
+    faults = {path: "no record names it" for path in paths if path not in recorded}
     checked = f"{counted(len(faults), 'folder')} without a record"
     return Check(name="unknown", checked=checked, faults=faults, is_harmless=True)

@@ -207,10 +207,10 @@ def head_revision() -> str | None:
 
 def require_known(revision: str, name: str) -> None:
     """Raise ConfigError unless tables of this version can be upgraded; `name` says what has them."""
-    known = [script.revision for script in ScriptDirectory(str(MIGRATIONS)).walk_revisions()]
-    if revision not in known:
+    revisions = [script.revision for script in ScriptDirectory(str(MIGRATIONS)).walk_revisions()]
+    if revision not in revisions:
         raise ConfigError(
-            f"{name} is of version {revision}; this tinsmith knows {', '.join(reversed(known))}.",
+            f"{name} is of version {revision}; this tinsmith knows {', '.join(reversed(revisions))}.",
             "Use the tinsmith that wrote it, or start with an empty --data or --database.",
         )
 
