@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -73,6 +75,13 @@ def test_findings_name_the_fix(tmp_path: Path) -> None:
     assert "make vllm" in results["sampler"].fix
     assert results["models"].fix == "tinsmith models pull no/such-model"
     assert "secret" not in str(results)
+
+
+def test_database_that_no_server_would_open_is_a_failure(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "tinsmith.db")) as db:
+        db.executescript("create table alembic_version (version_num text); insert into alembic_version values ('0005')")
+    result = findings(config(tmp_path))["database"]
+    assert (result.level, "is of version 0005" in result.message) == ("fail", True)
 
 
 def test_gpu_needs_a_recent_torch_and_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

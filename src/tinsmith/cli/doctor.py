@@ -162,9 +162,13 @@ def _lock(config: ServeConfig) -> Finding:
 
 
 def _database(config: ServeConfig) -> Finding:
-    from sqlalchemy import inspect, text
-
-    from tinsmith.service.storage.database import display_url, open_engine, sync_engine_of, translate_connection_errors
+    from tinsmith.service.storage.database import (
+        display_url,
+        known_revision,
+        open_engine,
+        sync_engine_of,
+        translate_connection_errors,
+    )
 
     if config.database is None and not (config.data / "tinsmith.db").exists():
         return Finding("ok", "database", "SQLite in the data folder, to be created")
@@ -172,8 +176,7 @@ def _database(config: ServeConfig) -> Finding:
     direct = sync_engine_of(engine)
     try:
         with translate_connection_errors(engine), direct.connect() as db:
-            versioned = inspect(db).has_table("alembic_version")
-            version = db.execute(text("select version_num from alembic_version")).scalar() if versioned else "none"
+            version = known_revision(db) or "none"
     finally:
         direct.dispose()
     return Finding("ok", "database", f"{display_url(engine)}, schema {version}")

@@ -179,7 +179,7 @@ def migrate_tables(db: Connection, upgrade: bool = True) -> None:
     """
     if db.dialect.name == "postgresql":
         db.execute(text(f"select pg_advisory_xact_lock({_MIGRATION_LOCK})"))
-    revision = _known_revision(db)
+    revision = known_revision(db)
     if revision not in (None, head_revision()):
         if not upgrade:
             require_current(db)
@@ -192,7 +192,7 @@ def migrate_tables(db: Connection, upgrade: bool = True) -> None:
 
 def require_current(db: Connection) -> None:
     """Raise ConfigError unless the database has the tables of this code."""
-    revision = _known_revision(db)
+    revision = known_revision(db)
     if revision != head_revision():
         raise ConfigError(
             f"The database {display_url(db.engine)} is of version {revision}, this tinsmith's is {head_revision()}.",
@@ -203,6 +203,18 @@ def require_current(db: Connection) -> None:
 def head_revision() -> str | None:
     """The version of the tables of this code."""
     return ScriptDirectory(str(MIGRATIONS)).get_current_head()
+
+
+def known_revision(db: Connection) -> str | None:
+    """The version of the tables; None without tables. Raises ConfigError for an unknown one, and for other tables."""
+    revision, name = MigrationContext.configure(db).get_current_revision(), f"The database {display_url(db.engine)}"
+    if revision is not None:
+        require_known(revision, name)
+    elif others := set(inspect(db).get_table_names()) & set(META.tables):
+        raise ConfigError(
+            f"{name} holds tables without a version: {', '.join(sorted(others))}.", "Use another --data or --database."
+        )
+    return revision
 
 
 def require_known(revision: str, name: str) -> None:
@@ -286,18 +298,6 @@ def translate_connection_errors(engine: AsyncEngine | Engine) -> Iterator[None]:
         raise ConfigError(
             f"The database {display_url(engine)} does not answer: {reason}.", "Start it, or correct --database."
         ) from error
-
-
-def _known_revision(db: Connection) -> str | None:
-    """The version of the tables; None without tables. Raises ConfigError for an unknown one, and for other tables."""
-    revision, name = MigrationContext.configure(db).get_current_revision(), f"The database {display_url(db.engine)}"
-    if revision is not None:
-        require_known(revision, name)
-    elif others := set(inspect(db).get_table_names()) & set(META.tables):
-        raise ConfigError(
-            f"{name} holds tables without a version: {', '.join(sorted(others))}.", "Use another --data or --database."
-        )
-    return revision
 
 
 def _configure_sqlite(connection: Any, _record: Any) -> None:
