@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,7 +25,8 @@ from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard
 from tinsmith.engine.build import build
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.memory_plan import Gpu, MemoryPlan, ModelSizes, VllmPlan
-from tinsmith.engine.vllm import completions
+from tinsmith.engine.processes import supervisor
+from tinsmith.engine.vllm import completions, server
 from tinsmith.engine.vllm.engine import VllmEngine
 from tinsmith.engine.vllm.server import VllmServer, command_of, environment_of, find_python
 from tinsmith.engine_options import VllmConfig
@@ -341,6 +343,29 @@ def test_failed_start_quotes_the_log_of_vllm(tiny_llama: Path, python: Path, wai
     config = EngineConfig(source=str(tiny_llama), device="cpu", threads=1, sampler="vllm", vllm=settings)
     with pytest.raises(EngineError, match=r"(?s)exit 1.*no memory left for the cache.*vllm.memory"):
         wait(VllmEngine.start(config))
+
+
+def test_start_with_a_taken_port_takes_another(
+    python: Path, tmp_path: Path, wait: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """To break it: let `VllmServer.start` await `_start` alone."""
+    ports: list[int] = []
+    with socket.socket() as other:
+
+        def command(python: Path, config: VllmConfig, card: ModelCard, port: int) -> list[str]:
+            if not ports:
+                other.bind(("127.0.0.1", port))
+            ports.append(port)
+            return command_of(python, config, card, port)
+
+        monkeypatch.setattr(server, "command_of", command)
+        monkeypatch.setattr(supervisor, "FIRST_RETRY_S", 0.0)
+        settings = VllmConfig(python=python, args=("--record", str(tmp_path / "record")))
+        vllm = VllmServer(settings, CARD, 1, tmp_path)
+        wait(vllm.start())
+    wait(vllm.close())
+    assert len(ports) == len(set(ports)) == 2
+    assert vllm.url.endswith(f":{ports[1]}")
 
 
 @pytest.mark.parametrize("modules", [("gate_proj", "up_proj"), ("experts.w1", "experts.w2")])

@@ -25,16 +25,19 @@ async def start_until_up(
     name: str,
     start: Callable[[], Awaitable[R]],
     on_failure: Callable[[int, Exception], Awaitable[None]] | None = None,
+    *,
+    errors: tuple[type[Exception], ...] = (TinsmithError, OSError),
 ) -> R:
     """Start a process as often as it takes, with growing delays.
 
-    `on_failure` is awaited after each attempt that failed, with the number of these and the error.
+    `on_failure` is awaited after each attempt that failed, with the number of these and the error. `errors`: after
+    which another attempt may succeed; any other is raised.
     """
     delay, failed = FIRST_RETRY_S, 0
     while True:
         try:
             return await start()
-        except (TinsmithError, OSError) as error:
+        except errors as error:
             failed += 1
             log.exception("%s does not start; next attempt in %.0f s.", name, delay)
             if on_failure is not None:

@@ -7,6 +7,7 @@ last lines are part of the error if it does not start. Requests are in `completi
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import math
 import os
@@ -27,7 +28,7 @@ from tinsmith.engine.memory_plan import VLLM_ALONE_SHARE
 from tinsmith.engine.process_end import ProcessEnd, process_end
 from tinsmith.engine.processes.child import CHILD_ENVIRONMENT
 from tinsmith.engine.processes.heartbeat import Wait, first_overdue, followers_seconds
-from tinsmith.engine.processes.supervisor import keep_running
+from tinsmith.engine.processes.supervisor import keep_running, start_until_up
 from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError, EngineDied, EngineError, TinsmithError, Unsupported
 
@@ -170,6 +171,18 @@ def environment_of(config: VllmConfig, card: ModelCard, threads: int) -> dict[st
     return defaults | inherited | overrides
 
 
+class PortTakenError(EngineError):
+    """Another program took the port between the search for a free one and the start of vLLM."""
+
+
+def _is_taken(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
+
+
 def _metrics(text: str) -> list[str]:
     """Lines of /metrics that only a step of vLLM's engine changes; none, if it keeps no statistics."""
     return [line for line in text.splitlines() if line.startswith("vllm:")]
@@ -230,10 +243,11 @@ class VllmServer:
         """
         check_model(self._card)
         self._python = await asyncio.to_thread(find_python, self._config)
+        name = f"vLLM for {self._card.source}"
         async with self.turn():
-            await self._start(self._python)
+            await start_until_up(name, partial(self._start, self._python), errors=(PortTakenError,))
         if self._restarts:
-            name, start = f"vLLM for {self._card.source}", partial(self._start_again, self._python)
+            start = partial(self._start_again, self._python)
             self._watch = asyncio.create_task(keep_running(name, self._wait_for_end, start, self._pause_starts))
         else:
             self._watch = asyncio.create_task(self._note_end())
@@ -391,6 +405,8 @@ class VllmServer:
                 await self._check_sleep_mode()
         except (TinsmithError, TimeoutError, asyncio.CancelledError) as error:
             await self._end()
+            if isinstance(error, EngineError) and _is_taken(port):
+                raise PortTakenError(error.message, "Wait: vLLM is started on another port.") from error
             if isinstance(error, TimeoutError):
                 raise EngineError(f"vLLM did not respond within {START_TIMEOUT_S:.0f} s.{self._log_tail()}") from error
             raise
