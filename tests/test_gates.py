@@ -61,6 +61,8 @@ PROCESS_MECHANISMS = {
     "prctl(": ("engine/processes/parent.py",),
     "2 * delay": ("engine/processes/supervisor.py",),
 }
+# Documented by Python and SQLAlchemy in spite of their names.
+DOCUMENTED = frozenset(("_exit", "_asdict", "_current_frames", "_mapping"))
 # Put together from pieces, so that this file does not hold them.
 UNWANTED = (
     "pypi" + ".org",
@@ -129,6 +131,20 @@ def test_attributes_are_not_probed() -> None:
         for file, call in calls
         if call.func.id == "hasattr" or (call.func.id == "getattr" and len(call.args) == 3)  # type: ignore[attr-defined]
     ] == []
+
+
+def test_private_interfaces_of_others_are_listed() -> None:
+    page = (ROOT / "docs" / "code" / "private-interfaces.md").read_text()
+    lines = [line for line in page.splitlines() if line.startswith("| ") and "`" in line]
+    rows = [[re.findall("`(.+?)`", cell) for cell in line.split("|")[1:-1]] for line in lines]
+    listed = {(names[0].rpartition(".")[2], file) for names, files, _, _ in rows for file in files}
+    package = ROOT / "src" / "tinsmith"
+    used = {(name, str(file.relative_to(package))) for file in SOURCE for name in _private_uses(file)}
+    assert sorted(used - listed) == []
+    assert sorted(place for place in listed if place[0] not in (package / place[1]).read_text()) == []
+    guards = [test.split("::") for _, _, _, tests in rows for test in tests]
+    assert [test for file, test in guards if f"def {test}(" not in (ROOT / file).read_text()] == []
+    assert all(len(row[3]) == 1 for row in rows)
 
 
 def test_words_of_other_systems_stay_in_integrations() -> None:
@@ -220,6 +236,30 @@ def _tree(file: Path) -> ast.Module:
 
 def _functions(file: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     return (node for node in ast.walk(_tree(file)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def _private_uses(file: Path) -> Iterator[str]:
+    """Names with an underscore that a module reads or imports and does not define: of another package or module."""
+    nodes = list(ast.walk(_tree(file)))
+    private = re.compile("_[a-z]")
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"}
+    for node in nodes:
+        match node:
+            case ast.Attribute(attr=name):
+                names = [name]
+            case ast.Call(func=function, args=arguments) if ast.unparse(function).startswith(("getattr", "vars(")):
+                names = [str(each.value) for each in arguments if isinstance(each, ast.Constant)]
+            case ast.Subscript(value=value, slice=ast.Constant(value=key)) if ast.unparse(value).startswith("vars("):
+                names = [str(key)]
+            case ast.ImportFrom(module=str(module)) if not module.startswith(("tinsmith", "__future__")):
+                is_private = any(private.match(part) or "internal" in part for part in module.split("."))
+                yield from (each.name for each in node.names if is_private or private.match(each.name))
+                continue
+            case _:
+                continue
+        yield from (name for name in names if private.match(name) and name not in own | DOCUMENTED)
 
 
 def _settings() -> dict[str, list[str]]:

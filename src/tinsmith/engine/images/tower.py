@@ -235,7 +235,7 @@ def detach(
     for module in owner.modules():
         if "config" in vars(module):
             vars(module)["config"] = own_config if module is owner else own_config.vision_config
-    del whole._modules["visual"]
+    del whole.visual
     merge = config.vision_config.spatial_merge_size
     tower = VisionTower(owner, processor, config.image_token_id, merge, cache_bytes)
     return _text_model(model), tower

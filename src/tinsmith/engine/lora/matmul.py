@@ -31,6 +31,11 @@ class FrozenLinear:
         assert not self.reordered
         return FrozenLinear(self._weight.float(), None if self._bias is None else self._bias.float())
 
+    def tensors(self) -> tuple[Tensor, Tensor | None]:
+        """The matrix and the bias; only of one that is not reordered."""
+        assert not self.reordered
+        return self._weight, self._bias
+
     def reorder(self, *, backward: bool = True) -> FrozenLinear:
         """Reorder the matrix in place if this device gains from it, for the backward too if `backward`; returns
         self.

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -37,6 +37,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     Tasks that ignore their cancellation are left after CLOSE_SECONDS.
     """
     loop = asyncio.new_event_loop()
+    loop.set_default_executor(ThreadPoolExecutor(thread_name_prefix=_threads_of(loop)))
     task = loop.create_task(work)
     return _run_in_thread(loop, task) if _a_loop_runs_here() else _run(loop, task)
 
@@ -141,10 +142,14 @@ async def _wait(tasks: set[asyncio.Task[Any]]) -> None:
     await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
 
 
+def _threads_of(loop: asyncio.AbstractEventLoop) -> str:
+    """How the names of the threads of the loop's executor begin."""
+    return f"run-{id(loop):x}-"
+
+
 def _leave_threads(loop: asyncio.AbstractEventLoop, code: int) -> None:
     """End the process without the threads that user code still runs in the loop's executor, which Python would join."""
-    executor = vars(loop).get("_default_executor")
-    threads = [thread for thread in executor._threads if thread.is_alive()] if executor is not None else []
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith(_threads_of(loop))]
     deadline = time.monotonic() + 1.0
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))

@@ -102,7 +102,7 @@ def prepare(config: EngineConfig, mesh: DeviceMesh) -> PreparedBase:
         active = linear.adapt(base)
         for module in _linears(model):
             frozen: Any = module.frozen
-            module.frozen = ShardedLinear(module, frozen._weight, frozen._bias)  # type: ignore[assignment]
+            module.frozen = ShardedLinear(module, *frozen.tensors())  # type: ignore[assignment]
         base = layers.replace_layers_as(base, probe)
         fused_layers.use_kernels(base, probe)
         switch = activation_checkpointing.install(base)

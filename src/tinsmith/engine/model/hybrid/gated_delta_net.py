@@ -90,7 +90,7 @@ def install(model: PreTrainedModel) -> RecurrentShape | None:
     if config.model_type not in MODEL_TYPES:
         return None
     for module in list(model.base_model.modules()):
-        base = module.__dict__.get("_modules", {}).get(MIXER)
+        base = dict(module.named_children()).get(MIXER)
         if base is not None:
             setattr(module, MIXER, GatedDeltaNet(base))
     return shape_of(config)
