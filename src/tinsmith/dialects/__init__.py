@@ -49,20 +49,21 @@ def dialects() -> tuple[Dialect, ...]:
     return tuple(entry_points.load(GROUP, Dialect).values())
 
 
-def find_dialect(values: Mapping[str, Any]) -> Dialect | None:
-    """The dialect of a file with these values; None for Tinsmith's own."""
-    return next((dialect for dialect in dialects() if dialect.recognizes(values)), None)
+def find_dialect(values: Mapping[str, Any], installed: Sequence[Dialect] | None = None) -> Dialect | None:
+    """The dialect of a file with these values, by default among all installed ones; None for Tinsmith's own."""
+    return next((dialect for dialect in installed or dialects() if dialect.recognizes(values)), None)
 
 
 def read_run(file: Path, overrides: Sequence[str] = ()) -> RunFile:
     """Read a run file in any dialect. Raises ConfigError with every fault, its place and its fix."""
+    installed = dialects()
     with ExitStack() as stack:
-        for dialect in dialects():
+        for dialect in installed:
             stack.enter_context(dialect.plugin_imports())
         values = parse_file(file)
-        dialect = find_dialect(values)
+        dialect = find_dialect(values, installed)
         if dialect is None:
-            refuse_unread(values, str(file), sorted({each.name for each in dialects()}, key=str.lower))
+            refuse_unread(values, str(file), sorted({each.name for each in installed}, key=str.lower))
             return _read_own(file, values, overrides)
         try:
             return _read_foreign(file, values, overrides, dialect)
