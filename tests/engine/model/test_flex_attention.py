@@ -17,6 +17,7 @@ from torch.nn.attention import flex_attention as torchs
 from tests.architectures import save_tiny
 from tests.engine.data import pass_for
 from tests.engine.sampling.helpers import sample_request
+from tinsmith.engine import triton_support
 from tinsmith.engine.base import LoraSpec, PassResult
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.model import attention, flex_attention, loading, packing, precision, self_check
@@ -129,7 +130,7 @@ def test_keys_and_values_are_saved_for_the_sampler():
 
 def test_flex_attention_needs_gpu_and_triton(monkeypatch: pytest.MonkeyPatch):
     def supported(capability: tuple[int, int] = (9, 0), device: str = "cuda", triton: Any = True) -> bool:
-        monkeypatch.setattr(flex_attention, "find_spec", lambda _: triton)
+        monkeypatch.setattr(triton_support, "find_spec", lambda _: triton)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         return flex_attention.is_supported(torch.device(device))
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from torch.nn.functional import pad
 from tinsmith.engine.model.architectures.latents import Latents, to_cache
 from tinsmith.engine.model.attention_rule import AttentionRule
 from tinsmith.engine.model.packing import PackedTree
+from tinsmith.engine.triton_support import runs_triton
 
 BLOCK = 128
 """Queries and keys in a block of the mask."""
@@ -42,9 +42,7 @@ than these fails: torch would compute it uncompiled, with the whole matrix of sc
 
 def is_supported(device: torch.device) -> bool:
     """Whether the kernel supports this device; `self_check` computes whether it compiles for a model."""
-    if device.type != "cuda" or find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= MIN_COMPUTE_CAPABILITY
+    return runs_triton(device) and torch.cuda.get_device_capability(device) >= MIN_COMPUTE_CAPABILITY
 
 
 @dataclass(frozen=True, slots=True)

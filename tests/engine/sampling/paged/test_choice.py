@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tinsmith.engine import triton_support
 from tinsmith.engine.model.attention_rule import AttentionRule
 from tinsmith.engine.sampling import decode_check
 from tinsmith.engine.sampling.kv_cache import cache_shape
@@ -55,7 +56,7 @@ def test_kernel_that_does_not_work_leaves_banks(
     def fail(*_: object) -> None:
         raise ValueError("paged attention differs from PyTorch's")
 
-    monkeypatch.setattr(choice, "find_spec", lambda _: True)
+    monkeypatch.setattr(triton_support, "find_spec", lambda _: True)
     monkeypatch.setattr(choice, "check", fail)
     on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, recurrent=None, latent_width=0)
     assert choice.page_attention(on_gpu) is None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from tinsmith.engine.lora.elementwise import fused, operators
+from tinsmith.engine.triton_support import runs_triton
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ ROWS = 3
 
 def kernels_on(device: torch.device) -> fused.Kernels | None:
     """The kernels for this device, unchecked; None if there are none."""
-    if device.type != "cuda" or find_spec("triton") is None:
+    if not runs_triton(device):
         return None
     try:
         from tinsmith.engine.lora.elementwise import kernels  # Triton is where GPUs are

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from importlib.util import find_spec
 
 import torch
 
 from tinsmith.engine.lora.head.softmax import SoftmaxOfRows, softmax_of_rows
+from tinsmith.engine.triton_support import runs_triton
 
 log = logging.getLogger(__name__)
 
 
 def softmax_on(device: torch.device) -> SoftmaxOfRows:
     """The fastest that works on this device."""
-    if device.type != "cuda" or find_spec("triton") is None:
+    if not runs_triton(device):
         return softmax_of_rows
     try:
         from tinsmith.engine.lora.head import softmax_kernel  # Triton is where GPUs are

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from importlib.util import find_spec
 
 import torch
 
@@ -16,13 +15,14 @@ from tinsmith.engine.sampling.kv_cache import cache_shape
 from tinsmith.engine.sampling.paged.attention import AttendPages, attend_gathered
 from tinsmith.engine.sampling.paged.pages import PagedCache
 from tinsmith.engine.sampling.paged.step import Capture, cuda_capture
+from tinsmith.engine.triton_support import runs_triton
 
 log = logging.getLogger(__name__)
 
 
 def page_attention(base: BaseModel) -> AttendPages | None:
     """The kernel for a base model's decoding over pages; None for a model or a device that keeps banks."""
-    if base.device.type != "cuda" or not fits_pages(base) or find_spec("triton") is None:
+    if not (runs_triton(base.device) and fits_pages(base)):
         return None
     try:
         from tinsmith.engine.sampling.paged import attention_kernel  # Triton is where GPUs are
