@@ -25,7 +25,7 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.base import Update, UpdateResult
 from tinsmith.rl.policy.scripted import ScriptedPolicy, ScriptedSnapshot
-from tinsmith.rl.train import train
+from tinsmith.rl.run.loop import train
 
 STEPS, GROUPS = 8, 8
 WAYS: Mapping[str, dict[str, Any]] = {

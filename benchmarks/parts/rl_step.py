@@ -22,9 +22,9 @@ from benchmarks.comparison import Line, Setting
 from benchmarks.servers import KEY, MODEL, tinsmith
 from tinsmith.rl import demo
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.monitors.jsonl import read_metrics
 from tinsmith.rl.policy.tinker import TinkerPolicy
-from tinsmith.rl.train import train
+from tinsmith.rl.record.monitors.jsonl import read_metrics
+from tinsmith.rl.run.loop import train
 
 QUIET = ("eval.every=0", "eval.before=false", "eval.after=false", "eval.baseline=0", "checkpoint.every=0")
 """Steps alone."""

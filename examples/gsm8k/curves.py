@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tinsmith.rl.monitors.jsonl import read_metrics
+from tinsmith.rl.record.monitors.jsonl import read_metrics
 
 FILES = {
     "tinker": "the Tinker file, through a served Tinker API",

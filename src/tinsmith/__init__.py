@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from tinsmith.rl.config import RunConfig
     from tinsmith.rl.environments.base import EnvironmentOptions
-    from tinsmith.rl.monitors.jsonl import read_metrics
     from tinsmith.rl.plugins import advantage, environment, reward, workflow
+    from tinsmith.rl.record.monitors.jsonl import read_metrics
     from tinsmith.rl.rewards import make_reward
     from tinsmith.rl.rewards.base import Reward, Score
-    from tinsmith.rl.run import Run
+    from tinsmith.rl.run.run import Run
     from tinsmith.rl.types import Group, Image, Message, Rollout, Task, Trajectory, Turn
     from tinsmith.rl.workflows.base import WorkflowOptions
     from tinsmith.rl.workflows.conversation import Conversation, Terminated, WorkflowPolicy
@@ -87,7 +87,7 @@ _MODULES = {
     "environment": "tinsmith.rl.plugins",
     "make_reward": "tinsmith.rl.rewards",
     "open_run": "tinsmith.runner",
-    "read_metrics": "tinsmith.rl.monitors.jsonl",
+    "read_metrics": "tinsmith.rl.record.monitors.jsonl",
     "reward": "tinsmith.rl.plugins",
     "train": "tinsmith.runner",
     "workflow": "tinsmith.rl.plugins",

@@ -21,16 +21,16 @@ from rich.markup import escape
 from tinsmith.dialects import dialects, read_run
 from tinsmith.engine_options import DeviceOptions
 from tinsmith.errors import ConfigError
-from tinsmith.rl import train as training
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.guards import event_loop
 from tinsmith.rl.policy.sdk import capabilities
 from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.rl.policy.tinker import TinkerPolicy
-from tinsmith.rl.run import Connect, Run
-from tinsmith.rl.run_folder import State
-from tinsmith.rl.run_parts import folder_path, with_fresh_folder
+from tinsmith.rl.run import loop as training
+from tinsmith.rl.run.parts import folder_path, with_fresh_folder
+from tinsmith.rl.run.run import Connect, Run
+from tinsmith.rl.run.state import State
 from tinsmith.rl.stages import run_stages
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import END_S, embedded

@@ -27,8 +27,7 @@ from tests.cli.test_commands import (
 from tests.rl.scripted_run import settings
 from tinsmith.cli import STOPPED_EARLY
 from tinsmith.cli.runner import train
-from tinsmith.rl.run_folder import RandomStates, State
-from tinsmith.rl.run_folder.state import write_state
+from tinsmith.rl.run.state import RandomStates, State, write_state
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.scripted import ScriptedPolicy
-from tinsmith.rl.train import train
+from tinsmith.rl.run.loop import train
 
 REPLIES = ("no", "yes", "perhaps")
 

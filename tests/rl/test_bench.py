@@ -17,8 +17,8 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.bench import bench
 from tinsmith.rl.evaluate import Evaluator
 from tinsmith.rl.policy.scripted import ScriptedPolicy
-from tinsmith.rl.run_folder import read_state
-from tinsmith.rl.run_parts import with_fresh_folder
+from tinsmith.rl.run.parts import with_fresh_folder
+from tinsmith.rl.run.state import read_state
 
 
 class PathPolicy(ScriptedPolicy):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tinsmith.rl.config import RunConfig
-    from tinsmith.rl.run_folder import State
+    from tinsmith.rl.run.state import State
 
 app = App(
     name="tinsmith",
@@ -139,7 +139,7 @@ def demo(
     """
     from tinsmith.cli.runner import train
     from tinsmith.rl import demo as addition
-    from tinsmith.rl.run_parts import folder_path
+    from tinsmith.rl.run.parts import folder_path
 
     console = new_console()
     settings = addition.settings(quick=quick, seed=seed, out=out, overrides=overrides)
@@ -208,12 +208,12 @@ def _print_error(error: TinsmithError, console: Console) -> None:
 
 def _print_results(settings: RunConfig, state: State, console: Console) -> None:
     """Print where the report, the metrics and the weights are, and how to serve them."""
-    from tinsmith.rl.comparison import evaluations
-    from tinsmith.rl.run_parts import folder_path
+    from tinsmith.rl.record import comparison
+    from tinsmith.rl.run.parts import folder_path
     from tinsmith.runner import own_service
 
     folder, service = folder_path(settings), own_service(settings)
-    evaluations.print_tables(console, evaluations.read(folder))
+    comparison.print_tables(console, comparison.read(folder))
     places: list[tuple[str, Any]] = [("report", folder / "report.html"), ("metrics", folder / "metrics.jsonl")]
     places += [("weights", state.sampling_path), ("resume from", state.path)]
     if service.data.is_dir():

@@ -17,7 +17,7 @@ from tinsmith.terminal import new_console
 
 if TYPE_CHECKING:
     from tinsmith.rl.config import RunConfig
-    from tinsmith.rl.run_parts import RunData
+    from tinsmith.rl.run.parts import RunData
     from tinsmith.rl.types import Message
 
 EXAMPLES = 3
@@ -73,7 +73,7 @@ def _check_packages(run: RunConfig) -> None:
 
 def _check_images(run: RunConfig) -> None:
     """Raises ConfigError for tasks with images on a model that takes none."""
-    from tinsmith.rl.run_parts import image_field
+    from tinsmith.rl.run.parts import image_field
     from tinsmith.runner import takes_images
 
     for stage in _stages(run):
@@ -87,8 +87,8 @@ def _check_images(run: RunConfig) -> None:
 def _check_monitors(run: RunConfig) -> None:
     """Print notes on the monitors. Raises ConfigError for one that cannot run on this machine."""
 
-    from tinsmith.rl import monitors
-    from tinsmith.rl.run_parts import folder_path
+    from tinsmith.rl.record import monitors
+    from tinsmith.rl.run.parts import folder_path
 
     stages = _stages(run)
     configs = dict.fromkeys(config for stage in stages if stage.mode != "bench" for config in stage.monitors)
@@ -97,7 +97,7 @@ def _check_monitors(run: RunConfig) -> None:
 
 def _data_lines(run: RunConfig) -> Iterator[str]:
     """Numbers of rows and examples of each stage. Raises ConfigError for data that the run cannot use."""
-    from tinsmith.rl.run_parts import RunData, resolve_steps
+    from tinsmith.rl.run.parts import RunData, resolve_steps
 
     read: list[tuple[tuple[Any, ...], RunData]] = []
     for stage in _stages(run):

@@ -35,7 +35,7 @@ def log(
     follow
         Show new entries as they are written, until interrupted.
     """
-    from tinsmith.rl import logs
+    from tinsmith.rl.record import logs
 
     place = folder or _latest(Path("runs"))
     if not (place / logs.FILE).exists():
@@ -51,7 +51,7 @@ def log(
 
 
 def _latest(runs: Path) -> Path:
-    from tinsmith.rl import logs
+    from tinsmith.rl.record import logs
 
     files = list(runs.glob(f"**/{logs.FILE}"))
     if not files:

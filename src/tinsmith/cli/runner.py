@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tinsmith.rl.config import RunConfig
-    from tinsmith.rl.run_folder import State
+    from tinsmith.rl.run.state import State
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ def train(settings: RunConfig, console: Console, *, always_new_folder: bool = Fa
 
     `always_new_folder`: the same command would choose another folder, so that resuming needs the folder's name.
     """
-    from tinsmith.rl.run_parts import with_fresh_folder
+    from tinsmith.rl.run.parts import with_fresh_folder
     from tinsmith.runner import run_to_end, stop_signal
 
     settings = with_fresh_folder(settings)
@@ -61,7 +61,7 @@ def sample(settings: RunConfig, console: Console) -> None:
     from tinsmith.rl.guards import event_loop
     from tinsmith.rl.policy.server_watch import ServerWatch
     from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients
-    from tinsmith.rl.run_parts import folder_path, with_fresh_folder
+    from tinsmith.rl.run.parts import folder_path, with_fresh_folder
     from tinsmith.runner import server, stop_signal
     from tinsmith.terminal import waiting
 
@@ -107,8 +107,8 @@ def _resume_hint(settings: RunConfig, where: Callable[[], str], *, needs_folder:
 
 def _place_to_resume(settings: RunConfig) -> str:
     """What the same command does after an interruption: it continues from the last checkpoint, if there is one."""
-    from tinsmith.rl.run_folder import read_state
-    from tinsmith.rl.run_parts import folder_path
+    from tinsmith.rl.run.parts import folder_path
+    from tinsmith.rl.run.state import read_state
 
     stages = [settings.stage_config(number) for number in range(1, len(settings.stages) + 1)] or [settings]
     saved = [(stage, state) for stage in stages if (state := read_state(folder_path(stage))) is not None]
@@ -120,6 +120,6 @@ def _place_to_resume(settings: RunConfig) -> str:
 
 
 def _folder_words(settings: RunConfig, *, needs_folder: bool) -> str:
-    from tinsmith.rl.run_parts import folder_path
+    from tinsmith.rl.run.parts import folder_path
 
     return f" with folder={folder_path(settings)} resume=true" if needs_folder else ""

@@ -20,18 +20,19 @@ from rich.table import Table
 
 from tinsmith.atomic import atomic_write
 from tinsmith.errors import ConfigError
-from tinsmith.rl.comparison import evaluations
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.ending.stop import StopRequested, StopSignal
 from tinsmith.rl.evaluate import Evaluator
-from tinsmith.rl.monitors.base import RunInfo
-from tinsmith.rl.monitors.jsonl import JsonlMonitor
 from tinsmith.rl.policy.base import SamplingClients
 from tinsmith.rl.policy.request_limit import RequestLimit
+from tinsmith.rl.record import comparison
+from tinsmith.rl.record.monitors.base import RunInfo
+from tinsmith.rl.record.monitors.jsonl import JsonlMonitor
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
-from tinsmith.rl.run_folder import RunFolder, read_state
-from tinsmith.rl.run_parts import RunData, eval_workflow_maker, folder_path, taking_images_of
+from tinsmith.rl.run.folder import RunFolder
+from tinsmith.rl.run.parts import RunData, eval_workflow_maker, folder_path, taking_images_of
+from tinsmith.rl.run.state import read_state
 
 
 async def bench(
@@ -57,8 +58,8 @@ async def bench(
             soft_wrap=True,
         )
     rows: list[dict[str, float | str]] = []
-    results: list[tuple[str, list[evaluations.TaskResult]]] = []
-    compared: list[evaluations.EvaluationComparison] = []
+    results: list[tuple[str, list[comparison.TaskResult]]] = []
+    compared: list[comparison.EvaluationComparison] = []
     settings = config.model_dump(mode="json")
     with closing(RunFolder.open(folder_path(config), settings, resume=config.resume is True, part="bench")) as folder:
         path = folder.path
@@ -80,10 +81,10 @@ async def bench(
                 jsonl.rollouts(number, "eval", groups)
                 rows.append({"checkpoint": name, **values})
                 _write(path / "bench" / "results.json", rows)
-                results.append((name, evaluations.results_of(groups, config.eval.threshold)))
+                results.append((name, comparison.results_of(groups, config.eval.threshold)))
                 if number > 1:
-                    compared += evaluations.compare_results(results[0], results[-1], evaluator.sources, config.seed)
-                    evaluations.write(path / "bench", compared)
+                    compared += comparison.compare_results(results[0], results[-1], evaluator.sources, config.seed)
+                    comparison.write(path / "bench", compared)
         except StopRequested:
             stop.stopped_at = f"{len(rows)} of {len(names)} models"
         finally:
@@ -121,7 +122,7 @@ def _write(file: Path, rows: Sequence[Mapping[str, float | str]]) -> None:
 
 
 def _print(
-    console: Console, rows: Sequence[Mapping[str, float | str]], compared: Sequence[evaluations.EvaluationComparison]
+    console: Console, rows: Sequence[Mapping[str, float | str]], compared: Sequence[comparison.EvaluationComparison]
 ) -> None:
     """Print the metrics of all models, and the comparisons with the first, by the numbers of the models."""
     numbers = {str(row["checkpoint"]): str(number) for number, row in enumerate(rows, 1)}
@@ -129,7 +130,7 @@ def _print(
         console.print(f"{number}  {name}", highlight=False, markup=False, soft_wrap=True)
     console.print(_table(rows))
     numbered = [replace(each, first=numbers[each.first], second=numbers[each.second]).row for each in compared]
-    evaluations.print_tables(console, numbered)
+    comparison.print_tables(console, numbered)
 
 
 def _table(rows: Sequence[Mapping[str, float | str]]) -> Table:

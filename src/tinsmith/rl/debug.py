@@ -14,15 +14,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from tinsmith.errors import TinsmithError
-from tinsmith.rl.assembly import with_shadow
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.base import request_seed
 from tinsmith.rl.policy.chat import ChatCodec
 from tinsmith.rl.policy.request_limit import RequestLimit
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
-from tinsmith.rl.run import Connect
-from tinsmith.rl.run_parts import RunData, training_workflow
+from tinsmith.rl.run.open import with_shadow
+from tinsmith.rl.run.parts import RunData, training_workflow
+from tinsmith.rl.run.run import Connect
 from tinsmith.rl.types import POLICY, Group, Rollout, Turn
 
 _SHOWN = 12

@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from tinsmith.plurals import counted
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.monitors.jsonl import read_metrics
+from tinsmith.rl.record.monitors.jsonl import read_metrics
 from tinsmith.settings import read
 
 

@@ -1,14 +1,8 @@
-"""Evaluation of the policy on held-out tasks.
-
-An answer is right if its rewards or its workflow say so; where none of them says, if its reward reaches a threshold.
-pass@k is the unbiased estimate of the probability that at least
-one of k answers is right: 1 - C(n - c, k) / C(n, k) with c of n right, averaged over tasks. A failed rollout is wrong.
-"""
+"""Evaluation of the policy on held-out tasks: what is sampled, and its metrics (record/metrics.py)."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,12 +12,12 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from tinsmith.rl.data.tasks import HeldOutTasks
-from tinsmith.rl.metrics import reward_metrics, role_metrics, workflow_metrics
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
 from tinsmith.rl.policy.training_rows import count_policy_tokens
+from tinsmith.rl.record.metrics import is_right, pass_at, reward_metrics, role_metrics, workflow_metrics
 from tinsmith.rl.rewards import Reward, RewardConfig, Rewards
 from tinsmith.rl.rollouts.runner import RolloutRunner
-from tinsmith.rl.types import Group, Rollout, Task, Turn
+from tinsmith.rl.types import Group, Task, Turn
 from tinsmith.rl.workflows import WorkflowConfig
 from tinsmith.rl.workflows.base import Workflow, score_turns
 from tinsmith.settings import Needs, Settings, changed_keys
@@ -219,30 +213,3 @@ class Evaluator:
             f"{prefix}/tokens": float(np.mean([count_policy_tokens(rollout) for rollout in good])) if good else 0.0,
             f"{prefix}/tasks": len(groups),
         }
-
-
-def pass_at(groups: Sequence[Group], threshold: float, prefix: str = "eval") -> dict[str, float]:
-    """PREFIX/pass@k for k = 1, 2, 4, … and n, the number of rollouts of the smallest group."""
-    sizes = [len(group.rollouts) for group in groups]
-    right = [sum(is_right(rollout, threshold) for rollout in group.rollouts) for group in groups]
-    smallest = min(sizes)
-    ks = sorted({2**power for power in range(smallest.bit_length()) if 2**power <= smallest} | {smallest})
-    estimates = {k: [pass_at_k(n, c, k) for n, c in zip(sizes, right, strict=True)] for k in ks}
-    return {f"{prefix}/pass@{k}": float(np.mean(each)) for k, each in estimates.items()}
-
-
-def is_partial(group: Group, threshold: float) -> bool:
-    """Whether some rollouts of a group are right and others are not; failed rollouts do not count."""
-    return len({is_right(rollout, threshold) for rollout in group.rollouts if not rollout.error}) == 2
-
-
-def is_right(rollout: Rollout, threshold: float) -> bool:
-    """Whether an answer is right: its rewards or workflow say so, or else its reward reaches the threshold."""
-    if rollout.error:
-        return False
-    return rollout.reward >= threshold - 1e-9 if rollout.correct is None else rollout.correct
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of the probability that one of k answers is right, from n answers of which c are right."""
-    return 1.0 - math.comb(n - c, k) / math.comb(n, k)

@@ -13,13 +13,13 @@ import numpy as np
 from rich.console import Console
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl import metrics, monitors
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.ending.stop import StopRequested, StopSignal
 from tinsmith.rl.guards.watchdog import watch_event_loop
-from tinsmith.rl.monitors.base import Monitors, RunInfo
 from tinsmith.rl.policy.base import SamplingClients
 from tinsmith.rl.policy.request_limit import RequestLimit, TokenRates
+from tinsmith.rl.record import metrics, monitors
+from tinsmith.rl.record.monitors.base import Monitors, RunInfo
 from tinsmith.rl.rollouts import buffers
 from tinsmith.rl.rollouts.buffers.base import Buffer
 from tinsmith.rl.rollouts.coordination import CoordinationNotes, SamplerStatus
@@ -29,9 +29,9 @@ from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.sampling_loop import SamplingLoop, TrainingEnded
 from tinsmith.rl.rollouts.task_draws import NameTakenError, SharedDraws
-from tinsmith.rl.run_folder import SETTINGS, RunFolder
-from tinsmith.rl.run_folder.agreement import agree
-from tinsmith.rl.run_parts import (
+from tinsmith.rl.run.agreement import agree
+from tinsmith.rl.run.folder import SETTINGS, RunFolder
+from tinsmith.rl.run.parts import (
     RunData,
     folder_path,
     resolve_steps,

@@ -2,7 +2,7 @@
 
     stages.json     the current stage, and the final weights of each finished stage
     run.yaml        the settings of the whole run
-    01-NAME/        run folder of the first stage (run_folder.py); 02-NAME/ of the second
+    01-NAME/        run folder of the first stage (run/folder.py); 02-NAME/ of the second
 
 An interrupted run resumes in the stage that was running; finished stages are not repeated. A stage of mode bench
 compares the checkpoints of the previous training stage. A run without stages is an ordinary run in its own folder.
@@ -19,15 +19,16 @@ from rich.console import Console
 
 from tinsmith.atomic import atomic_write
 from tinsmith.errors import ConfigError
-from tinsmith.rl import monitors
 from tinsmith.rl.bench import bench
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.policy.base import Policy
-from tinsmith.rl.run import Connect
-from tinsmith.rl.run_folder import RunFolder, State
-from tinsmith.rl.run_parts import folder_path
-from tinsmith.rl.train import train
+from tinsmith.rl.record import monitors
+from tinsmith.rl.run.folder import RunFolder
+from tinsmith.rl.run.loop import train
+from tinsmith.rl.run.parts import folder_path
+from tinsmith.rl.run.run import Connect
+from tinsmith.rl.run.state import State
 
 _FILE = "stages.json"
 

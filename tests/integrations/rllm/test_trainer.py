@@ -12,7 +12,7 @@ from typing_extensions import override
 from tests.integrations.rllm.flows import GuessAgent, GuessEnv, TwoSolvers
 from tests.rl.scripted_run import rows, run
 from tinsmith.errors import ConfigError, UserError
-from tinsmith.rl.run_folder import read_state
+from tinsmith.rl.run.state import read_state
 from tinsmith.rllm import (
     AgentConfig,
     AgentTrainer,

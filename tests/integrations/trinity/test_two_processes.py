@@ -19,7 +19,7 @@ from tinsmith.rl.bench import bench
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.explore import explore
 from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients
-from tinsmith.rl.train import train
+from tinsmith.rl.run.loop import train
 
 pytestmark = pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")  # raised when the SDK deletes a session
 

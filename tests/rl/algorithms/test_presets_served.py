@@ -21,7 +21,7 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.base import Policy, SamplingConfig
 from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients
-from tinsmith.rl.train import train
+from tinsmith.rl.run.loop import train
 from tinsmith.rl.types import Rollout, Task
 from tinsmith.rl.workflows.conversation import Conversation
 from tinsmith.service.config import ServeConfig

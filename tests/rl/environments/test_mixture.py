@@ -12,7 +12,7 @@ import pytest
 from tests.rl.scripted_run import Killed, breaking, rows, run, scripted, settings
 from tinsmith.rl.environments.mixture import EnvironmentOrder, split_environments
 from tinsmith.rl.environments.tasks import TasksEnvironment
-from tinsmith.rl.run_folder import read_state
+from tinsmith.rl.run.state import read_state
 
 PLUGINS = Path(__file__).parent / "plugins"
 

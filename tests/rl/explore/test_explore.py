@@ -20,7 +20,7 @@ from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.rollouts import coordination
 from tinsmith.rl.rollouts.buffers.file import FileBuffer
 from tinsmith.rl.rollouts.task_draws import SharedDraws
-from tinsmith.rl.train import train
+from tinsmith.rl.run.loop import train
 
 
 @pytest.fixture(autouse=True)

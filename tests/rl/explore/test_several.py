@@ -23,7 +23,7 @@ from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.rollouts import coordination
 from tinsmith.rl.rollouts.buffers.sql import SqlBuffer
 from tinsmith.rl.rollouts.task_draws import SharedDraws, read_tasks
-from tinsmith.rl.train import train
+from tinsmith.rl.run.loop import train
 
 ROWS = [{"question": f"What is {number}?", "answer": "0"} for number in range(12)]
 TASKS = {"train": {"type": "rows", "data": ROWS}, "held_out": 0}

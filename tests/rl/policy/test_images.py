@@ -20,7 +20,6 @@ from tests.vision import END, IMAGE, START, image_tokens, picture, save_vision_m
 from tinsmith import read_metrics
 from tinsmith.cli.check import check
 from tinsmith.errors import ConfigError, Unsupported, UserError
-from tinsmith.rl.assembly import target_logprobs
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.base import ModelConfig, SamplingConfig, Update
 from tinsmith.rl.policy.chat import Chat
@@ -30,7 +29,8 @@ from tinsmith.rl.policy.scripted import CharacterCodec
 from tinsmith.rl.policy.sdk import capabilities
 from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.rl.policy.training_rows import merge_identical_rows, rows_from_trajectory
-from tinsmith.rl.run_parts import image_field
+from tinsmith.rl.run.open import target_logprobs
+from tinsmith.rl.run.parts import image_field
 from tinsmith.rl.types import EncodedPrompt, Group, Image, Message, Rollout, Task, Trajectory, Turn
 from tinsmith.rl.workflows.conversation import Conversation
 from tinsmith.runner import takes_images

@@ -23,8 +23,8 @@ from tinsmith.rl.policy.base import ModelConfig, SamplingConfig, Update
 from tinsmith.rl.policy.sdk import Capabilities
 from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients
+from tinsmith.rl.record.update_metrics import update_metrics
 from tinsmith.rl.types import Group, Message, Rollout, Task
-from tinsmith.rl.updates.metrics import update_metrics
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 

@@ -15,7 +15,8 @@ from tests.rl.scripted_run import REPLIES, Killed, breaking, rows, run, settings
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.ending.stop import StopRequested, StopSignal
 from tinsmith.rl.policy.scripted import ScriptedPolicy
-from tinsmith.rl.run_folder import RunFolder, folder
+from tinsmith.rl.run import folder
+from tinsmith.rl.run.folder import RunFolder
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -25,7 +25,7 @@ from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.guards import event_loop, watchdog
 from tinsmith.rl.guards import user_code as guards
 from tinsmith.rl.rollouts.failures import FailureLimit
-from tinsmith.rl.train import train
+from tinsmith.rl.run.loop import train
 from tinsmith.rl.types import Group, Rollout, Task
 from tinsmith.rl.workflows.results import checked
 

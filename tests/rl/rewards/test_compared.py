@@ -22,8 +22,8 @@ from tinsmith.rl.rewards.base import Reward, Score
 from tinsmith.rl.rewards.format import THINK_ANSWER, matches
 from tinsmith.rl.rewards.gym import ReasoningGymScore
 from tinsmith.rl.rewards.mathematics import Math, MathBoxed, MathVerify
+from tinsmith.rl.run.loop import train
 from tinsmith.rl.scoring.pool import ScoringPool
-from tinsmith.rl.train import train
 from tinsmith.rl.types import Task
 
 POLICY = ScriptedSnapshot(("",), np.zeros(1), 0)

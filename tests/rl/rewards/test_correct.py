@@ -9,8 +9,8 @@ import pytest
 
 from tests.rl.rewards.test_rewards import answer, said
 from tinsmith.rl.data.sources import ReasoningGym
-from tinsmith.rl.evaluate import is_right
 from tinsmith.rl.policy.scripted import ScriptedSnapshot
+from tinsmith.rl.record.metrics import is_right
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rewards.base import Reward, Score
 from tinsmith.rl.rewards.countdown import Countdown

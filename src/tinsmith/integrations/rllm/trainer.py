@@ -22,7 +22,7 @@ from tinsmith.integrations.rllm.rollouts import ROW, wrapped_row
 from tinsmith.integrations.rllm.workflow import Workflow
 from tinsmith.overrides import apply_overrides
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.run_parts import with_fresh_folder
+from tinsmith.rl.run.parts import with_fresh_folder
 from tinsmith.runner import TrainResult, train_config
 from tinsmith.settings import build
 from tinsmith.terminal import new_console

@@ -17,7 +17,7 @@ from tinsmith.integrations.rllm.store import InMemoryStore, Store
 from tinsmith.integrations.rllm.training import MAX_THREADS, create_workflow
 from tinsmith.integrations.rllm.workflow import Workflow
 from tinsmith.plurals import counted
-from tinsmith.rl.evaluate import pass_at_k
+from tinsmith.rl.record.metrics import pass_at_k
 
 
 class AgentWorkflowEngine:

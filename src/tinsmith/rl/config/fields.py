@@ -10,6 +10,7 @@ from typing_extensions import override
 from tinsmith.engine_options import DeviceOptions
 from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.algorithms.updates import UpdatesConfig
+from tinsmith.rl.config.checkpoints import CheckpointConfig, check_resume_from
 from tinsmith.rl.data.demonstrations import DemonstrationsConfig
 from tinsmith.rl.data.tasks import TasksConfig
 from tinsmith.rl.ending.duration import Duration
@@ -17,11 +18,11 @@ from tinsmith.rl.ending.until import UntilConfig
 from tinsmith.rl.environments.base import EnvironmentOptions
 from tinsmith.rl.environments.registry import EnvironmentConfig
 from tinsmith.rl.evaluate import BenchConfig, EvalConfig
-from tinsmith.rl.monitors import MonitorConfig
-from tinsmith.rl.monitors.console import ConsoleConfig
-from tinsmith.rl.monitors.report import ReportConfig
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.base import ModelConfig, SamplingConfig
+from tinsmith.rl.record.monitors import MonitorConfig
+from tinsmith.rl.record.monitors.console import ConsoleConfig
+from tinsmith.rl.record.monitors.report import ReportConfig
 from tinsmith.rl.rewards import RewardConfig
 from tinsmith.rl.rollouts.backoff import BackoffConfig
 from tinsmith.rl.rollouts.buffers import BufferConfig
@@ -29,7 +30,6 @@ from tinsmith.rl.rollouts.buffers.memory import MemoryConfig
 from tinsmith.rl.rollouts.filters import FilterConfig
 from tinsmith.rl.rollouts.runner import RolloutConfig
 from tinsmith.rl.rollouts.weight_sync import SyncConfig
-from tinsmith.rl.run_folder import CheckpointConfig, check_resume_from
 from tinsmith.rl.shadow.config import ShadowConfig
 from tinsmith.rl.workflows import WorkflowConfig
 from tinsmith.rl.workflows.single_turn import SingleTurnConfig

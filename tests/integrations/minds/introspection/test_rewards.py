@@ -22,7 +22,7 @@ from tinsmith.integrations.minds.introspection.gradient_prophet import GradientP
 from tinsmith.integrations.minds.introspection.sanity_check import SanityCheck
 from tinsmith.integrations.minds.introspection.self_prediction import SelfPrediction
 from tinsmith.rl.environments.base import EnvironmentOptions
-from tinsmith.rl.metrics import skill_scores
+from tinsmith.rl.record.metrics import skill_scores
 from tinsmith.rl.types import Rollout, Task
 
 

@@ -6,7 +6,7 @@
     rank         (1 + Spearman's correlation) / 2 of the predicted order of the probes with the order of their effects
 
 Each has an error, and the errors of two trivial predictions: no change (`zero`) and the probe's mean change so far
-(`probe_mean`). Skill scores compare with them (rl/metrics.py).
+(`probe_mean`). Skill scores compare with them (rl/record/metrics.py).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PredictionScore:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Errors and baselines by the names of rl/metrics.py."""
+        """Errors and baselines by the names of rl/record/metrics.py."""
         return {
             "over_zero/error": self.error,
             "over_zero/baseline": self.zero,

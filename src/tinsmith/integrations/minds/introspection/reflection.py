@@ -30,7 +30,7 @@ class Reflection:
     parts: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers for the metrics; see `rl/metrics.py` for errors and baselines."""
+    """Numbers for the metrics; see `rl/record/metrics.py` for errors and baselines."""
 
 
 class ReflectionWorkflow(Workflow, Generic[Truth]):

@@ -1,0 +1,1 @@
+"""A training run: its folder, its state, its parts, and the loop that trains it."""

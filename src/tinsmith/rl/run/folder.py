@@ -1,0 +1,230 @@
+"""The run folder: its files, and how an interrupted run resumes.
+
+    run.yaml        the settings, written at the start; explore/, explore-NAME/ and bench/ hold those of these modes
+    metrics.jsonl   one row per step; rollouts/ holds every rollout (record/monitors/jsonl.py)
+    timeline.jsonl  when each step sampled, trained, evaluated and saved (record/timeline.py)
+    state.json      the state to resume from; checkpoints/ holds those of earlier checkpoints (state.py)
+    report.html     the report (record/monitors/report.py)
+
+On resume, log entries after the last checkpoint are discarded, because those steps run again. With staleness 0, a
+resumed run gives the same result as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from omegaconf import OmegaConf
+
+from tinsmith.atomic import atomic_write
+from tinsmith.errors import ConfigError
+from tinsmith.rl.config.checkpoints import Checkpoints
+from tinsmith.rl.ending.stop import StopSignal
+from tinsmith.rl.run.resume import starting_state
+from tinsmith.rl.run.state import (
+    State,
+    read_state,
+    read_state_file,
+    state_file,
+    state_files,
+    write_state,
+)
+from tinsmith.settings import writable_folder
+
+log = logging.getLogger(__name__)
+
+SETTINGS = "run.yaml"
+_MAY_CHANGE = (
+    "name", "description", "folder", "mode", "bench", "steps", "epochs", "until", "time_limit", "grace_period", "eval",
+    "allow_high_staleness", "sampler",
+    "checkpoint", "monitors", "service", "concurrency", "log_level", "resume", "resume_from", "rollout", "stages",
+    "sync.timeout", "sync.keep", "model.wait", "model.base_url", "model.api_key_env", "model.tokenizer",
+)  # fmt: skip
+"""Keys that may change when a run resumes: they do not affect the steps already done."""
+_RESERVE_MB = 64
+RESERVE_BYTES = _RESERVE_MB << 20
+"""Free bytes of the disk below which no step begins."""
+_LOOK_SECONDS = 1.0
+_OF_A_STARTED_RUN = ("state.json", "metrics.jsonl", "stages.json", "buffer")
+"""Files of a run that has begun; one that could not connect to its server has none, and may change all its settings."""
+_SHARED_KEYS = (
+    "model.name", "groups_per_step", "group_size", "staleness", "sync.style", "sync.interval",
+    "buffer.type", "buffer.path", "buffer.url", "buffer.run", "buffer.max_staleness", "buffer.replay",
+)  # fmt: skip
+"""Keys that must be equal in the training process and the samplers of a run."""
+_PLACES = ("buffer.path", "buffer.url", "buffer.run")
+"""Keys that may differ between machines: they may reach one buffer by several addresses."""
+_SHARED_KEYS_OF_BENCH = ("model.name",)
+
+
+class RunFolder:
+    """Files of a run, locked by one process per mode."""
+
+    def __init__(self, path: Path, lock: IO[str], newest: State | None, start: State | None) -> None:
+        """`newest` is the state in the folder; `start` is the one to continue from, which `start_at` confirms."""
+        self.path, self.state = path, start
+        self.goes_back = start is not newest
+        self._lock = lock
+
+    @classmethod
+    def open(
+        cls, path: Path, settings: Mapping[str, Any], *, resume: bool = True, resume_from: str = "", part: str = ""
+    ) -> RunFolder:
+        """Create the folder, or resume the run in it.
+
+        `part` is empty for the training process. `explore`, `explore-NAME` and `bench` name a process whose settings
+        are in a subfolder of that name; it does not change the files of the training process.
+
+        Raises ConfigError if the folder cannot be written, is in use, or holds a run with other settings.
+        """
+        path = path.absolute()  # user code may change the working directory
+        own = writable_folder(path / part, "folder")
+        lock = (path / (f".lock-{part}" if part else ".lock")).open("w")
+        try:
+            _acquire(lock, path)
+            _check_resumable(own, settings, resume, part)
+            samplers = {file.parent.name for file in path.glob(f"explore*/{SETTINGS}")}
+            for other_part in sorted({"", *samplers} - {part}):
+                _check_shared_keys(
+                    path / other_part, settings, _SHARED_KEYS_OF_BENCH if part == "bench" else _SHARED_KEYS
+                )
+            newest = read_state(path)
+            start = starting_state(path, newest, resume_from)
+        except BaseException:
+            lock.close()
+            raise
+        atomic_write(own / SETTINGS, OmegaConf.to_yaml(OmegaConf.create(dict(settings))).encode())
+        if not part:
+            _discard_unfinished(path)
+            _discard_logs_after(path, newest.step if newest else -1)
+        return cls(path, lock, newest, start)
+
+    def start_at(self, state: State) -> None:
+        """Continue from `state`: discard the logs and state files of later steps."""
+        self.save(state)
+        self.goes_back = False
+        _discard_logs_after(self.path, state.step)
+        for file in state_files(self.path):
+            if file > state_file(self.path, state.step):
+                file.unlink()
+
+    def save(self, state: State) -> None:
+        """Write the state of a checkpoint, state.json last; durable when this returns."""
+        write_state(state_file(self.path, state.step), state)
+        write_state(self.path / "state.json", state)
+        self.state = state
+
+    def forget(self, checkpoints: Checkpoints) -> None:
+        """Delete the state files of deleted checkpoints."""
+        deleted = {paths[0] for paths in checkpoints}
+        for file in state_files(self.path):
+            if not deleted:
+                return
+            if (state := read_state_file(file)) is not None and state.path in deleted:
+                deleted.remove(state.path)
+                file.unlink()
+
+    async def wait_for_room(self, stop: StopSignal) -> None:
+        """Wait while the disk has less than RESERVE_BYTES free. Raises StopRequested if the run is to stop."""
+        noted = False
+        while (free := shutil.disk_usage(self.path).free) < RESERVE_BYTES:
+            if not noted:
+                noted = True
+                log.warning("%s has %d MB free; the run waits until there are %d", self.path, free >> 20, _RESERVE_MB)
+            stop.check()
+            await asyncio.sleep(_LOOK_SECONDS)
+        if noted:
+            log.warning("%s has room again", self.path)
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._lock.close()
+
+
+def _acquire(lock: IO[str], path: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise ConfigError(
+            f"Another process is using the run folder {path}.", "Wait until it ends, or set another folder."
+        ) from error
+
+
+def _check_resumable(path: Path, settings: Mapping[str, Any], resume: bool, part: str) -> None:
+    file = path / SETTINGS
+    if not file.exists():
+        return
+    if not resume:
+        raise ConfigError(f"{path} already holds a run.", "Set another folder, or resume=true to resume the run.")
+    changed = [key for key in _changed(file, settings) if not _under(key, _MAY_CHANGE)]
+    if changed and (part or any((path / name).exists() for name in _OF_A_STARTED_RUN)):
+        raise ConfigError(
+            f"{path} holds a run with different settings: {', '.join(changed)}.",
+            "Restore these settings to resume the run, or set another folder, such as folder=runs/another.",
+        )
+
+
+def _check_shared_keys(folder: Path, settings: Mapping[str, Any], shared_keys: tuple[str, ...]) -> None:
+    """Raises ConfigError if the process of the same run with settings in `folder` has other values of `shared_keys`."""
+    file = folder / SETTINGS
+    different = [key for key in _changed(file, settings) if _under(key, shared_keys)] if file.exists() else []
+    if different:
+        raise ConfigError(
+            f"{file} belongs to the same run but differs in {', '.join(different)}.",
+            "Set the same values in both run files, or set another folder, such as folder=runs/another.",
+        )
+
+
+def shared_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, by dotted key, that all processes of a run must have in common, wherever they run."""
+    flat = _flatten(dict(settings))
+    return {key: value for key, value in flat.items() if _under(key, _SHARED_KEYS) and not _under(key, _PLACES)}
+
+
+def _changed(file: Path, settings: Mapping[str, Any]) -> list[str]:
+    """Dotted keys whose values differ between `file` and `settings`."""
+    old, new = _flatten(OmegaConf.to_container(OmegaConf.load(file))), _flatten(dict(settings))
+    return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+
+
+def _under(key: str, keys: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in keys)
+
+
+def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings and lists as one mapping with dotted keys."""
+    pairs = enumerate(tree) if isinstance(tree, list | tuple) else tree.items() if isinstance(tree, Mapping) else None
+    if pairs is None:
+        return {prefix[:-1]: tree}
+    return {key: value for name, subtree in pairs for key, value in _flatten(subtree, f"{prefix}{name}.").items()}
+
+
+def _discard_logs_after(path: Path, step: int) -> None:
+    """Delete metrics, the timeline and rollouts of steps after `step`."""
+    for log in filter(Path.exists, (path / "metrics.jsonl", path / "timeline.jsonl")):
+        lines = [line for line in log.read_bytes().splitlines(keepends=True) if _up_to(line, step)]
+        atomic_write(log, b"".join(lines))
+    for file in (path / "rollouts").glob("*-*.jsonl"):
+        if int(file.stem.rpartition("-")[2]) > step:
+            file.unlink()
+
+
+def _up_to(line: bytes, step: int) -> bool:
+    try:
+        return line.endswith(b"\n") and json.loads(line)["step"] <= step
+    except (ValueError, TypeError, LookupError):  # the process was killed while it wrote this line
+        return False
+
+
+def _discard_unfinished(path: Path) -> None:
+    """Delete files that a killed process was writing."""
+    for folder in (path, path / "checkpoints", path / "rollouts"):
+        for file in folder.glob("*.part"):
+            file.unlink(missing_ok=True)

@@ -1,1 +1,0 @@
-"""Tests of rl/run_folder."""
