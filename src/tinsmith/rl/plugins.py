@@ -8,8 +8,6 @@ docs/train/environments.md, rewards.md and algorithms.md say what can be decorat
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import PlainSerializer, ValidationError
 
+from tinsmith import imports
 from tinsmith.errors import ConfigError
 from tinsmith.settings import Settings, did_you_mean, sentences
 
@@ -126,25 +125,22 @@ def _recorded(value: Any) -> Any:
 
 
 ImportPath = Annotated[Any, PlainSerializer(path_text, when_used="json")]
-"""module:attribute, or from Python the object itself."""
+"""module:attribute or file.py:attribute, or from Python the object itself."""
 Arguments = Annotated[dict[str, Any], PlainSerializer(_recorded, when_used="json")]
 """Keyword arguments of user code: from a run file plain values, from Python any objects."""
 
 
 def import_object(path: Any) -> Any:
-    """Import the object at `module:attribute`; an object is returned as it is. Raises ValueError if that fails."""
+    """The object at `module:attribute` or `file.py:attribute`; an object is returned as it is. Raises ValueError."""
     if not isinstance(path, str):
         return path
-    module, colon, name = path.partition(":")
-    if not (module and colon and name):
+    module, _, name = path.rpartition(":")
+    if not (module and name):
         raise ValueError(f"{path!r} is not an import path; write module:attribute, e.g. my_package.rewards:short")
     try:
-        value: Any = importlib.import_module(module)
-        for part in name.split("."):
-            value = getattr(value, part)
-    except (ImportError, AttributeError) as error:
+        return imports.import_object(path)
+    except ImportError as error:
         raise ValueError(f"{path} cannot be imported: {error}") from error
-    return value
 
 
 def validated(kind: type[S], path: str, args: Mapping[str, Any]) -> S:
@@ -234,30 +230,18 @@ def _parts(folder: Path) -> Iterator[tuple[tuple[Kind, str], str]]:
 
 
 def _module(file: Path) -> ModuleType:
-    """Import a file under its own name, once in a process."""
-    name = file.stem
-    loaded = sys.modules.get(name)
-    if loaded is not None:
-        if loaded.__file__ is not None and Path(loaded.__file__).resolve() == file.resolve():
-            return loaded
-        raise ConfigError(f"plugins: {file} has the name of another module, {name}.", "Rename the file.")
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    """Import a plugin. Raises ConfigError."""
     try:
-        spec.loader.exec_module(module)
+        return imports.import_file(file)
     except ModuleNotFoundError as error:
-        del sys.modules[name]
         raise ConfigError(
             f"plugins: {file} imports {error.name}, which is not installed.",
             "Install it, or write the file without it: docs/train/environments.md.",
         ) from error
+    except ImportError as error:
+        raise ConfigError(f"plugins: {error}.") from error
     except Exception as error:
-        del sys.modules[name]
         raise ConfigError(f"plugins: {file} cannot be imported: {type(error).__name__}: {error}") from error
-    return module
 
 
 def _with_custom_parts(section: Mapping[str, Any], parts: Mapping[tuple[Kind, str], str]) -> dict[str, Any]:

@@ -132,7 +132,8 @@ def test_function_is_imported_from_module_or_file():
     assert function("json:dumps")([1]) == "[1]"
     for name, sentence in [
         ("dumps", "does not name a function"),
-        ("json:none", "has no function"),
+        ("json:none", "json has no 'none'"),
+        ("json:__name__", "is not a function"),
         ("no_such_module:f", "cannot be imported"),
         ("/no/such.py:f", "cannot be imported"),
     ]:

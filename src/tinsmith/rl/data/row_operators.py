@@ -7,15 +7,13 @@ Example: operators: [{type: filter, by: my_rows:is_short}, {type: take, count: 1
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from tinsmith.errors import ConfigError
+from tinsmith.imports import import_object
 from tinsmith.rl.data.rows import ListedRows, Row, Rows
 from tinsmith.settings import Settings
 
@@ -128,26 +126,14 @@ def _as_numbers(values: list[Any]) -> list[Any]:
 
 def function(name: str) -> Callable[..., Any]:
     """The function that `name` refers to, as module:function or file.py:function. Raises ConfigError."""
-    module_name, colon, attribute = name.rpartition(":")
-    if not colon:
+    if ":" not in name:
         raise ConfigError(f"'{name}' does not name a function.", "Write module:function, or path/to/file.py:function.")
     try:
-        is_file = module_name.endswith(".py")
-        module = _import_file(Path(module_name)) if is_file else importlib.import_module(module_name)
+        value = import_object(name)
     except (ImportError, OSError) as error:
         raise ConfigError(
             f"'{name}' cannot be imported: {error}.", "Check the name and the working directory."
         ) from error
-    value = vars(module).get(attribute)
     if not callable(value):
-        raise ConfigError(f"{module_name} has no function '{attribute}'.", "Check the name.")
+        raise ConfigError(f"'{name}' is not a function.", "Check the name.")
     return value
-
-
-def _import_file(file: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(file.stem, file.expanduser())
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from pydantic import Field
 from typing_extensions import override
 
+from tinsmith.imports import import_object
 from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.rewards.base import Reward, Score
-from tinsmith.rl.scoring import load_function
 from tinsmith.rl.scoring.pool import ScoringPool
 from tinsmith.rl.scoring.time_limit import call_with_limit
 from tinsmith.rl.types import Rollout, Task
@@ -29,7 +29,7 @@ class Comparison:
 
     def run(self, seconds: float) -> Any:
         """The result, computed in this process. Raises TimeoutError after `seconds`, in the main thread only."""
-        return call_with_limit(load_function(self.function), self.arguments, seconds)
+        return call_with_limit(import_object(self.function), self.arguments, seconds)
 
 
 class ComparedReward(Reward):

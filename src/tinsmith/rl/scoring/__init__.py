@@ -3,15 +3,3 @@
 A comparison is a function named as module:function, of arguments that can be pickled, with a result that JSON can
 represent. Modules here import nothing from the rest of the harness, so that a worker starts quickly and stays small.
 """
-
-from __future__ import annotations
-
-from collections.abc import Callable
-from importlib import import_module
-from typing import Any
-
-
-def load_function(name: str) -> Callable[..., Any]:
-    """The function of a name such as tinsmith.rl.scoring.mathematics:compare."""
-    module, _, attribute = name.partition(":")
-    return getattr(import_module(module), attribute)

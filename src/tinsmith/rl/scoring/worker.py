@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from tinsmith.rl.scoring import load_function
+from tinsmith.imports import import_object
 from tinsmith.rl.scoring.time_limit import call_with_limit
 
 MEMORY_BYTES = 4 << 30
@@ -35,7 +35,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             name, arguments, seconds = pickle.loads(base64.b64decode(line))
-            function = load_function(name)
+            function = import_object(name)
         except Exception as error:  # noqa: BLE001  sent to the caller
             reply = _error(error)
             _write(replies, {})

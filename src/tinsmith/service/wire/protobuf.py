@@ -7,9 +7,9 @@ process. Features that are not implemented are rejected by name. JSON bodies are
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -23,21 +23,17 @@ from google.protobuf.message import DecodeError
 from tinsmith.engine.base import Datum, InputImage, Pass, PassResult, SampleResult, TopK
 from tinsmith.engine.training.loss_specs import CUSTOM, ROUTED_EXPERTS
 from tinsmith.errors import BadRequest, TooLarge, Unsupported
+from tinsmith.imports import import_file
 from tinsmith.plurals import counted
 from tinsmith.service.wire.model_input import image_chunk, join_chunks, unsupported_chunk
 
 
 def _load() -> ModuleType:
-    package = importlib.util.find_spec("tinker")
+    package = find_spec("tinker")
     assert package is not None
     assert package.origin is not None
     file = Path(package.origin).parent / "proto" / "tinker_public_pb2.py"
-    spec = importlib.util.spec_from_file_location("tinker_public_pb2", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_file(file)
 
 
 if TYPE_CHECKING:
