@@ -14,7 +14,7 @@ pytestmark = pytest.mark.e2e
 
 WATCHING = """
 import os, time
-from tinsmith.engine.processes.parent import watch_parent
+from tinsmith.processes.parent import watch_parent
 watch_parent(lambda: os._exit(0), descriptor=0)
 print("ready", flush=True)
 time.sleep(600)

@@ -29,8 +29,8 @@ import psutil
 from tests.service.support.databases import free_port
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.processes.client import start_local
-from tinsmith.engine.processes.parent import watch_parent
 from tinsmith.engine.processes.slots import LocalSlot, read_file
+from tinsmith.processes.parent import watch_parent
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.engines.host import RunningEngine
 from tinsmith.service.server import serve

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Optional
 
 from cyclopts import Parameter
 
-from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.memory_plan import GB, Gpu, MemoryPlan
-from tinsmith.engine_options import Device, Dtype, Recompute, Sampler, Sharing, VllmConfig
 from tinsmith.errors import ConfigError
 from tinsmith.extras import require_torch
 from tinsmith.overrides import COMMAND_LINE
@@ -26,59 +25,60 @@ Overrides = Annotated[
 ]
 
 
-def option(name: str, settings: type[Settings] = ServeConfig, **options: Any) -> Parameter:
-    """The option for a setting, with the setting's help and default."""
-    field = settings.model_fields[name]
+SETTINGS = (
+    "models", "host", "port", "data", "database", "api_key", "dtype", "device", "sampler", "vllm.python", "threads",
+    "cluster.address", "cluster.trainers", "cluster.shard", "cluster.samplers", "cluster.sampler_gpus", "store",
+    "deterministic", "sharing", "recompute", "log_format",
+)  # fmt: skip
+"""Settings that have an option, in the order of --help."""
+_NAMES = {"models": "model", "vllm.python": "vllm_python", "cluster.address": "cluster"}
+OPTIONS = {_NAMES.get(path, path.rpartition(".")[2]): path for path in SETTINGS}
+"""Options and their settings. An option has the last part of its setting's name unless _NAMES has another."""
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the OPTIONS as keyword arguments after `config`, None where an option is not given."""
+    signature = inspect.signature(command)
+    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    number = 1 + [each.name for each in own].index("config")
+    options = [_option(name, path.split(".")) for name, path in OPTIONS.items()]
+    vars(command)["__signature__"] = signature.replace(parameters=[*own[:number], *options, *own[number:]])
+    return command
+
+
+def _option(name: str, path: Sequence[str]) -> inspect.Parameter:
+    """The option for a setting, with the setting's type, help and default."""
+    kind: type[Settings] = ServeConfig
+    for part in path[:-1]:
+        kind = type(kind.model_fields[part].get_default(call_default_factory=True))
+    field = kind.model_fields[path[-1]]
     default = field.get_default(call_default_factory=True)
     text = ", ".join(default) if isinstance(default, tuple) else str(default)
     shown = False if default is None else lambda _: text.replace(str(Path.home()), "~")
-    return Parameter(help=" ".join((field.description or "").split()), show_default=shown, **options)
+    about = Parameter(
+        help=" ".join((field.description or "").split()), show_default=shown, negative="", consume_multiple=False
+    )
+    annotation = Annotated[Optional[field.annotation], about]  # type: ignore[valid-type]  # noqa: UP045
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
+@with_options
 def serve(
     *overrides: Overrides,
     config: Annotated[Path | None, Parameter(help="YAML or TOML file of settings; options override it.")] = None,
-    model: Annotated[tuple[str, ...] | None, option("models", negative="", consume_multiple=False)] = None,
-    host: Annotated[str | None, option("host")] = None,
-    port: Annotated[int | None, option("port")] = None,
-    data: Annotated[Path | None, option("data")] = None,
-    database: Annotated[str | None, option("database")] = None,
-    api_key: Annotated[str | None, option("api_key")] = None,
-    dtype: Annotated[Dtype | None, option("dtype")] = None,
-    device: Annotated[Device | None, option("device")] = None,
-    sampler: Annotated[Sampler | None, option("sampler")] = None,
-    vllm_python: Annotated[Path | None, option("python", VllmConfig)] = None,
-    threads: Annotated[int | None, option("threads")] = None,
-    cluster: Annotated[str | None, option("address", ClusterConfig)] = None,
-    trainers: Annotated[int | None, option("trainers", ClusterConfig)] = None,
-    shard: Annotated[bool | None, option("shard", ClusterConfig, negative="")] = None,
-    samplers: Annotated[int | None, option("samplers", ClusterConfig)] = None,
-    sampler_gpus: Annotated[int | None, option("sampler_gpus", ClusterConfig)] = None,
-    store: Annotated[str | None, option("store")] = None,
-    deterministic: Annotated[bool | None, option("deterministic", negative="")] = None,
-    sharing: Annotated[Sharing | None, option("sharing")] = None,
-    recompute: Annotated[Recompute | None, option("recompute")] = None,
-    log_format: Annotated[Literal["text", "json"] | None, option("log_format")] = None,
     plan: Annotated[bool, Parameter(help="Print how the memory of the GPU is divided, and exit.", negative="")] = False,
     card: Annotated[
         str | None, Parameter(help="With --plan: memory of the GPU, such as 80GB. Default: this machine's GPU.")
     ] = None,
+    **options: Any,
 ) -> None:
     """Serve the Tinker API on this machine until interrupted."""
     from tinsmith.service.server import serve as serve_until_signal
 
-    options = {
-        "models": model, "host": host, "port": port, "data": data, "database": database,
-        "store": store, "api_key": api_key, "deterministic": deterministic,
-        "dtype": dtype, "device": device, "threads": threads, "sharing": sharing, "sampler": sampler,
-        "recompute": recompute, "log_format": log_format,
-    }  # fmt: skip
-    nested = {
-        "vllm.python": vllm_python, "cluster.address": cluster, "cluster.trainers": trainers, "cluster.shard": shard,
-        "cluster.samplers": samplers, "cluster.sampler_gpus": sampler_gpus,
-    }  # fmt: skip
-    overrides += tuple(f"{name}={value}" for name, value in nested.items() if value is not None)
-    settings = read_service_settings(config, overrides, options)
+    values = {OPTIONS[name]: value for name, value in options.items() if value is not None}
+    nested = tuple(f"{path}={value}" for path, value in values.items() if "." in path)
+    top = {path: value for path, value in values.items() if "." not in path}
+    settings = read_service_settings(config, (*overrides, *nested), top)
     if card is not None and not plan:
         raise ConfigError("--card is not used without --plan.", "Add --plan, or leave it out.")
     if plan:

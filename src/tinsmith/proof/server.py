@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from tinsmith.proof.work import Address
 from tinsmith.service.config import KEY_PREFIX, ServeConfig
-from tinsmith.service.embedded import end_child, start_child, url_of
+from tinsmith.service.embedded import end_service, start_service, url_of
 from tinsmith.settings import writable_folder
 
 
@@ -30,7 +30,7 @@ class ProofServer:
         self, _type: type[BaseException] | None, _error: BaseException | None, _: TracebackType | None
     ) -> None:
         if self._process is not None:
-            end_child(self._process)
+            end_service(self._process)
 
     @property
     def address(self) -> Address:
@@ -40,7 +40,7 @@ class ProofServer:
     def start(self) -> None:
         """Start the server and wait until its engine is loaded. Raises EngineError if it ends."""
         log = writable_folder(self._config.data, "data") / "serve.log"
-        self._process = start_child(self._config, log)
+        self._process = start_service(self._config, log)
         url = url_of(self._process, log)
         self._config = self._config.model_copy(update={"port": urlsplit(url).port})
 
@@ -48,4 +48,4 @@ class ProofServer:
         """End the server with SIGKILL; its engine ends with it."""
         assert self._process is not None
         self._process.kill()
-        end_child(self._process)
+        end_service(self._process)

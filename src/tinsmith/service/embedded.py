@@ -8,8 +8,8 @@ for the end of the parent. The log is serve.log in the data folder.
 
 from __future__ import annotations
 
+import asyncio
 import json
-import logging
 import os
 import secrets
 import signal
@@ -22,17 +22,16 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tinsmith.engine.processes.parent import watch_parent
+from tinsmith.engine.process_end import process_end
+from tinsmith.engine.processes.supervisor import keep_running
 from tinsmith.errors import ConfigError, EngineError, TinsmithError, UserError
+from tinsmith.processes.parent import watch_parent
+from tinsmith.processes.start import start_child
 from tinsmith.service.config import KEY_PREFIX, ServeConfig
 from tinsmith.settings import writable_folder
 
-log = logging.getLogger(__name__)
-
 END_S = 15.0
 """Time for the child to exit before it is killed."""
-RESTART_S = 0.5
-"""Time before a service that ended by itself is started again."""
 LOG_LINES = 15
 """Last lines of the log that an error quotes."""
 
@@ -61,13 +60,13 @@ class _Service:
     def __init__(self, config: ServeConfig, log_file: Path) -> None:
         self._config, self._log_file = config, log_file
         self._lock, self._ending = threading.Lock(), threading.Event()
-        self._child = start_child(config, log_file)
+        self._child = start_service(config, log_file)
 
     def start(self) -> str:
         """Wait until the service is ready. Returns its URL."""
         url = url_of(self._child, self._log_file)
         self._config = self._config.model_copy(update={"port": urlsplit(url).port})
-        threading.Thread(target=self._replace, name="embedded-service", daemon=True).start()
+        threading.Thread(target=asyncio.run, args=(self._supervise(),), name="embedded-service", daemon=True).start()
         return url
 
     def end(self) -> None:
@@ -75,39 +74,42 @@ class _Service:
         self._ending.set()
         with self._lock:
             child = self._child
-        end_child(child)
+        end_service(child)
+
+    async def _supervise(self) -> None:
+        """Start the service again whenever it has ended, until `end` is called."""
+        supervision = asyncio.create_task(keep_running("The service of this process", self._wait, self._start_again))
+        await asyncio.to_thread(self._ending.wait)
+        supervision.cancel()
+
+    async def _wait(self) -> str:
+        code = await asyncio.to_thread(self._child.wait)
+        if self._ending.is_set():
+            await asyncio.Event().wait()  # `_supervise` cancels this
+        return process_end(code, memory_ran_out=True).text
+
+    async def _start_again(self) -> None:
+        await asyncio.to_thread(self._replace)
 
     def _replace(self) -> None:
-        while True:
-            code = self._child.wait()
-            if self._ending.wait(RESTART_S):
+        with self._lock:
+            if self._ending.is_set():
                 return
-            log.warning("The service of this process exited with code %d; it is started again", code)
-            with self._lock:
-                if self._ending.is_set():
-                    return
-                end_child(self._child)
-                self._child = start_child(self._config, self._log_file)
-            try:
-                url_of(self._child, self._log_file)
-            except (TinsmithError, ValueError) as error:
-                if not self._ending.is_set():
-                    log.error("The service of this process did not start again: %s", error)
-                return
+            end_service(self._child)
+            self._child = start_service(self._config, self._log_file)
+        try:
+            url_of(self._child, self._log_file)
+        except TinsmithError:
+            if not self._ending.is_set():
+                raise
 
 
-def start_child(config: ServeConfig, log: Path) -> subprocess.Popen[bytes]:
+def start_service(config: ServeConfig, log: Path) -> subprocess.Popen[bytes]:
     """Start a service; `url_of` waits until it is ready."""
     with open(log, "ab", opener=_open_private) as out:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "tinsmith.service.embedded"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=out,
-            start_new_session=True,  # Ctrl-C then interrupts only the parent, which stops the child at its end
-        )
+        child = start_child("tinsmith.service.embedded", log=out.fileno(), report=True, ends_itself=True)
     assert child.stdin is not None
-    with suppress(BrokenPipeError):  # the child has exited; `_url` reports why
+    with suppress(BrokenPipeError):  # the child has exited; `url_of` reports why
         child.stdin.write(config.model_dump_json().encode() + b"\n")
         child.stdin.flush()
     return child
@@ -121,7 +123,7 @@ def url_of(child: subprocess.Popen[bytes], log: Path) -> str:
     """Wait for the child's URL. Raises the child's error if it exits before it is ready."""
     assert child.stdout is not None
     line = child.stdout.readline()
-    if not line:
+    if not line.endswith(b"\n"):
         code = child.wait()
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
         raise EngineError(f"The embedded service exited with code {code} before it was ready:\n{tail}", f"See {log}.")
@@ -133,7 +135,7 @@ def url_of(child: subprocess.Popen[bytes], log: Path) -> str:
     return str(answer["url"])
 
 
-def end_child(child: subprocess.Popen[bytes]) -> None:
+def end_service(child: subprocess.Popen[bytes]) -> None:
     """Stop a service; it is killed if it takes too long."""
     assert child.stdin is not None
     assert child.stdout is not None

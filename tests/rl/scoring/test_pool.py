@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tinsmith.rl.scoring import pool as scoring
+from tinsmith.processes import pool as processes
 from tinsmith.rl.scoring.pool import ComparisonError, ScoringPool
 
 HERE = "tests.rl.scoring.comparisons"
@@ -51,7 +51,7 @@ def test_processes_are_reused_and_end_with_the_pool():
 
 def test_no_process_is_started_without_a_call():
     async def work(pool: ScoringPool) -> None:
-        assert pool._idle == []
+        assert pool._pool._idle == []
 
     with_pool(work)
 
@@ -66,7 +66,7 @@ def test_arguments_may_be_long():
 
 
 def test_time_limit_interrupts_python_and_keeps_the_process(monkeypatch):
-    monkeypatch.setattr(scoring, "GRACE_SECONDS", 40.0)  # on a machine that stands still, the signal may come late
+    monkeypatch.setattr(processes, "GRACE_S", 40.0)  # on a machine that stands still, the signal may come late
 
     async def work(pool: ScoringPool) -> tuple[int, int]:
         before = await pool.call(f"{HERE}:process_id", seconds=100)
@@ -81,7 +81,7 @@ def test_time_limit_interrupts_python_and_keeps_the_process(monkeypatch):
 
 
 def test_process_that_hangs_is_killed_and_replaced(monkeypatch):
-    monkeypatch.setattr(scoring, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(processes, "GRACE_S", 0.1)
 
     async def work(pool: ScoringPool) -> tuple[int, int]:
         before = await pool.call(f"{HERE}:process_id", seconds=100)

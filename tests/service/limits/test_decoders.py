@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import psutil
@@ -23,7 +22,7 @@ BODY = {"sampling_session_id": "s", "seq_id": 1, "prompt": {"chunks": [{"tokens"
 
 
 def workers() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "tinsmith.service.limits.decoders" in child.cmdline()]
+    return [child for child in psutil.Process().children() if "tinsmith.processes.pool_worker" in child.cmdline()]
 
 
 def test_worker_returns_values_and_raises_errors() -> None:
@@ -77,8 +76,9 @@ def test_dead_worker_is_replaced() -> None:
             (worker,) = workers()
             worker.kill()
             worker.wait()
+            assert (await decoders.run(len(body), decode_sample, body)).seq == 1
             with pytest.raises(Busy, match="Submit it again"):
-                await decoders.run(len(body), decode_sample, body)
+                await decoders.run(LARGE_BYTES + 1, os._exit, 3)
             assert (await decoders.run(len(body), decode_sample, body)).seq == 1
         finally:
             decoders.close()
@@ -86,32 +86,15 @@ def test_dead_worker_is_replaced() -> None:
     asyncio.run(main())
 
 
-class _SeenByTwo(list):
-    """Has its items until two threads have looked whether there are any."""
-
-    def __init__(self, items: list, looks: threading.Barrier) -> None:
-        super().__init__(items)
-        self._looks = looks
-
-    def __bool__(self) -> bool:
-        self._looks.wait(120)
-        return True
-
-    def __len__(self) -> int:
-        return int(bool(self))
-
-
 def test_two_bodies_do_not_take_the_same_idle_process() -> None:
-    """Fails if a thread looks whether a process is idle before it takes one: another takes the last in between."""
+    """Fails if two calls share a process: each would get the other's reply."""
 
     async def main() -> None:
         decoders = Decoders(2)
         try:
             await decoders.run(LARGE_BYTES + 1, bytes, 1)
-            decoders._idle = _SeenByTwo(decoders._idle, threading.Barrier(2))
-            sizes = await asyncio.gather(*(decoders.run(LARGE_BYTES + 1, bytes, size) for size in (2, 3)))
-            assert sizes == [bytes(2), bytes(3)]
-            decoders._idle = list(iter(decoders._idle))
+            sizes = await asyncio.gather(*(decoders.run(LARGE_BYTES + 1, bytes, size) for size in (2, 3, 4, 5)))
+            assert sizes == [bytes(2), bytes(3), bytes(4), bytes(5)]
         finally:
             decoders.close()
         assert workers() == []
@@ -120,7 +103,7 @@ def test_two_bodies_do_not_take_the_same_idle_process() -> None:
 
 
 def test_workers_import_neither_torch_nor_a_web_server() -> None:
-    code = "import sys, tinsmith.service.limits.decoders, tinsmith.service.openai.schemas;"
+    code = "import sys, tinsmith.processes.pool_worker, tinsmith.service.openai.schemas;"
     code += "import tinsmith.service.wire.sample_request, tinsmith.service.wire.passes;"
     code += "print([m for m in ('torch', 'tinker', 'transformers', 'starlette', 'sqlalchemy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)

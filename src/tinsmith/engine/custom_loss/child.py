@@ -1,4 +1,4 @@
-"""The process that evaluates uploaded losses: `python -m tinsmith.engine.custom_loss.child FD`.
+"""The process that evaluates uploaded losses, a `ConnectedChild`.
 
 A fault in native code ends this process and no engine. Its memory and processor time are limited. It ends when its
 parent closes the socket.
@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import math
 import resource
-import signal
-import socket
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from tinsmith.engine.custom_loss.graph import MAX_SECONDS, Node, read_graph, rea
 from tinsmith.engine.custom_loss.messages import receive, send
 from tinsmith.engine.custom_loss.runner import CustomLoss
 from tinsmith.errors import TinsmithError
+from tinsmith.processes.start import parents_socket
 
 MEMORY = 4 << 30
 """Address space beyond that of the process at its start. A loss may hold 2 ** 25 elements and their gradients."""
@@ -41,9 +39,8 @@ _FIRST = read_graph(
 
 
 def main() -> None:
-    """Entry point; the only argument is the socket's file descriptor."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which then closes the socket
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    """Entry point of the process."""
+    connection = parents_socket()
     settings, _ = receive(connection)
     if settings["threads"]:
         torch.set_num_threads(settings["threads"])

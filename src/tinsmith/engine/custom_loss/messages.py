@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from tinsmith.processes.messages import receive_exactly
+
 MAX_BYTES = 1 << 31
 _PREFIX = struct.Struct("<QQ")
 _DTYPES = frozenset(("<f4", "<f8", "<i4", "<i8", "|b1"))
@@ -30,10 +32,10 @@ def send(connection: socket.socket, header: Mapping[str, Any], arrays: Sequence[
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[np.ndarray]]:
     """The next message. Raises EOFError if the other end has closed, ValueError if the message is invalid."""
-    text_size, data_size = _PREFIX.unpack(_exactly(connection, _PREFIX.size))
+    text_size, data_size = _PREFIX.unpack(receive_exactly(connection, _PREFIX.size))
     if max(text_size, data_size) > MAX_BYTES:
         raise ValueError(f"A message has {max(text_size, data_size)} bytes.")
-    header, data = json.loads(bytes(_exactly(connection, text_size))), _exactly(connection, data_size)
+    header, data = json.loads(bytes(receive_exactly(connection, text_size))), receive_exactly(connection, data_size)
     arrays, at = [], 0
     for name, shape in header.pop("arrays"):
         if name not in _DTYPES:
@@ -42,14 +44,3 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[np.ndarray]
         arrays.append(np.frombuffer(data, name, count, at).reshape(shape))
         at += arrays[-1].nbytes
     return header, arrays
-
-
-def _exactly(connection: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view, filled = memoryview(data), 0
-    while filled < size:
-        count = connection.recv_into(view[filled:])
-        if not count:
-            raise EOFError
-        filled += count
-    return data

@@ -7,10 +7,6 @@ its request and is refused from then on; the next loss gets a new child. Evaluat
 from __future__ import annotations
 
 import logging
-import os
-import socket
-import subprocess
-import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,15 +19,15 @@ from tinsmith.engine.custom_loss import messages
 from tinsmith.engine.custom_loss.graph import MAX_SECONDS, LossGraph
 from tinsmith.engine.process_end import ProcessEnd, oom_kills, process_end
 from tinsmith.errors import EngineError, TinsmithError, TooLarge, Unsupported
+from tinsmith.processes.start import ConnectedChild
 
 log = logging.getLogger(__name__)
 
+CHILD = "tinsmith.engine.custom_loss.child"
 GRACE_S = 5.0
 """Time beyond that for a single operation, and for the backward, which are not interrupted."""
 START_S = 90.0
 """Time for a child to start."""
-EXIT_S = 5.0
-"""Time for the exit status of a child whose connection has closed."""
 ATTEMPTS = 3
 """Attempts at a loss whose child is ended from outside."""
 MAX_REFUSED = 1024
@@ -57,14 +53,14 @@ class LossProcess:
     def __init__(self, threads: int = 0, precision: str = "ieee") -> None:
         """`threads` and `precision` of torch in the child, which decide its rounding; 0 leaves both as they are."""
         self._settings = {"threads": threads, "precision": precision}
-        self._child: _Child | None = None
+        self._child: ConnectedChild | None = None
         self._refused: dict[str, str] = {}
         """Text of a graph -> why it is refused."""
 
     @property
     def pid(self) -> int | None:
         """Process id of the child, None without one."""
-        return self._child.program.pid if self._child is not None else None
+        return self._child.pid if self._child is not None else None
 
     def evaluate(
         self, graph: LossGraph, data: Sequence[DatumInputs], seconds: float
@@ -127,10 +123,11 @@ class LossProcess:
         self._refused[graph.text] = f"it ended its process ({reason})"
         return Unsupported(f"Loss {graph.name} ended its process ({reason}); it is refused from now on.", _HINT)
 
-    def _started(self) -> _Child:
+    def _started(self) -> ConnectedChild:
         """The child, which is started if there is none."""
         if self._child is None:
-            self._child = _Child()
+            self._child = ConnectedChild(CHILD, environment={"CUDA_VISIBLE_DEVICES": ""})
+            self._child.connection.settimeout(START_S)
             weakref.finalize(self, self._child.close)
             try:
                 messages.send(self._child.connection, self._settings)
@@ -139,34 +136,6 @@ class LossProcess:
                 self.close()
                 raise EngineError("The process of uploaded losses did not start.", "See the log.") from error
         return self._child
-
-
-class _Child:
-    """A child process and the connection to it."""
-
-    def __init__(self) -> None:
-        self.connection, theirs = socket.socketpair()
-        self.connection.settimeout(START_S)
-        with theirs:
-            self.program = subprocess.Popen(
-                [sys.executable, "-m", "tinsmith.engine.custom_loss.child", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-            )
-
-    def exit_code(self) -> int | None:
-        """The exit code of a child whose connection has closed; None if it goes on nevertheless."""
-        try:
-            return self.program.wait(EXIT_S)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def close(self) -> None:
-        """End the child."""
-        self.connection.close()
-        self.program.kill()
-        self.program.wait()
 
 
 @dataclass(slots=True)

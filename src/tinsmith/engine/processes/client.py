@@ -37,8 +37,8 @@ from tinsmith.engine.processes.heartbeat import (
 )
 from tinsmith.engine.processes.rpc import Call, Delta, EngineClient, Method, Reply
 from tinsmith.engine.processes.slots import LocalSlot, Program, Slot
-from tinsmith.engine.processes.worker import LENGTH_PREFIX, encode
 from tinsmith.errors import EngineDied, TinsmithError
+from tinsmith.processes.messages import LENGTH_PREFIX, encode
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ import hashlib
 import hmac
 import os
 import pickle
-import signal
 import socket
 import ssl
 import struct
@@ -30,9 +29,10 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
-from tinsmith.engine.processes.parent import end_with_forking_thread, watch_parent
 from tinsmith.engine.processes.tls import Identity, TlsSocket
 from tinsmith.errors import EngineDied
+from tinsmith.processes.messages import LENGTH_PREFIX, encode
+from tinsmith.processes.parent import watch_parent
 
 TOKEN_BYTES = 32
 HANDSHAKE_S = 5.0
@@ -48,7 +48,6 @@ PING_S = 5.0
 MAX_HANDSHAKES = 64
 """Connections that a process is in a handshake with at a time."""
 
-_SIZE = struct.Struct("<I")
 _REPORT = struct.Struct("<II")
 """Port of a process, and the size of its certificate, which follows."""
 _GENERATION = struct.Struct("<Q")
@@ -98,9 +97,8 @@ def connect_to_service() -> tuple[socket.socket | TlsSocket, LaunchToken]:
 
     Standard output then goes where standard error goes.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which then closes the connection
     launch_token = read_launch_token(sys.stdin.buffer)
-    end_with_parent()
+    watch_parent(lambda: os._exit(0), descriptor=0)  # where the system does not end it: `parent`
     reports = os.dup(1)
     os.dup2(2, 1)
     with open(reports, "wb", buffering=0) as report:
@@ -172,30 +170,19 @@ class Listener:
 
 def read_launch_token(stream: BinaryIO) -> LaunchToken:
     """The launch token on standard input, which only the parent can write. Ends the process if the parent is gone."""
-    (size,) = _SIZE.unpack(_exactly(stream, _SIZE.size))
+    (size,) = LENGTH_PREFIX.unpack(_exactly(stream, LENGTH_PREFIX.size))
     return pickle.loads(_exactly(stream, size))
 
 
 def encode_launch_token(launch_token: LaunchToken) -> bytes:
     """A launch token as `read_launch_token` reads it."""
-    data = pickle.dumps(launch_token)
-    return _SIZE.pack(len(data)) + data
+    return b"".join(encode(launch_token))
 
 
 async def read_report(stream: asyncio.StreamReader) -> tuple[int, bytes]:
     """The port and the certificate that a process reports. Raises IncompleteReadError if it ends before."""
     port, size = _REPORT.unpack(await stream.readexactly(_REPORT.size))
     return port, await stream.readexactly(size)
-
-
-def end_with_parent() -> None:
-    """End this process when its parent ends, in whatever way.
-
-    The system does so on Linux, when the thread that forked ends. Elsewhere, and where the parent ended before, a
-    thread sees another parent or the end of standard input, which the parent holds open.
-    """
-    end_with_forking_thread()
-    watch_parent(lambda: os._exit(0), descriptor=0)
 
 
 def _exactly(stream: BinaryIO, size: int) -> bytes:

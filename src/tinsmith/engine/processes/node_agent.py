@@ -20,9 +20,9 @@ from typing import Any
 
 from tinsmith.engine.processes.dial import Address, LaunchToken
 from tinsmith.engine.processes.machine import Machine, this_machine
-from tinsmith.engine.processes.parent import watch_parent
 from tinsmith.engine.processes.slots import Program, start_listening
 from tinsmith.errors import EngineDied, TinsmithError
+from tinsmith.processes.parent import watch_parent
 
 LOG_LINES = 20
 PIECE_BYTES = 1 << 20

@@ -12,8 +12,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +25,7 @@ from tinsmith.engine.processes.machine import Machine, this_machine, visible_gpu
 from tinsmith.engine.processes.tls import Identity
 from tinsmith.errors import ConfigError, EngineDied
 from tinsmith.plurals import counted
+from tinsmith.processes.start import start_watched_child
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,7 +44,7 @@ class Program:
     """A program for a slot."""
 
     module: str
-    """Run as `python -m tinsmith.engine.processes.entry MODULE`."""
+    """Run as `python -m tinsmith.processes.entry MODULE`."""
     payload: bytes = b""
     """Data that it finds in its launch token."""
     environment: Mapping[str, str] = field(default_factory=lambda: {"TQDM_DISABLE": "1"})
@@ -274,15 +273,13 @@ async def start_child(
     """
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     descriptors = () if inherited is None else (inherited.fileno(),)
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tinsmith.engine.processes.entry", program.module),
-        stdin=subprocess.PIPE,  # stays open: the child ends when it closes
-        stdout=subprocess.PIPE if inherited is None else log,
-        stderr=log,
-        pass_fds=descriptors,
-        start_new_session=True,
-        cwd=folder if Path(folder).is_dir() else None,
-        env={**CHILD_ENVIRONMENT, **os.environ, **program.environment, **devices},
+    child = await start_watched_child(
+        program.module,
+        environment={**CHILD_ENVIRONMENT, **os.environ, **program.environment, **devices},
+        log=log,
+        report=inherited is None,
+        inherited=descriptors,
+        folder=folder if Path(folder).is_dir() else None,
     )
     assert child.stdin is not None
     if descriptors:

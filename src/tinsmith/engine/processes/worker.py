@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import struct
 import threading
 import traceback
 from collections.abc import Callable, Container
@@ -25,19 +24,7 @@ from tinsmith.engine.processes.dial import connect_to_service
 from tinsmith.engine.processes.heartbeat import Heartbeat, blocks_moved, load_progress, send_heartbeats
 from tinsmith.engine.processes.rpc import Call, Delta, Reply, methods_of
 from tinsmith.errors import EngineError, TinsmithError
-
-LENGTH_PREFIX = struct.Struct("<Q")
-
-
-_JOINED_BYTES = 1 << 16
-"""Messages of up to this size are sent in one piece: a copy costs less than a system call."""
-
-
-def encode(message: Any) -> tuple[bytes, ...]:
-    """The length prefix and the content of a message, as the pieces to send."""
-    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    prefix = LENGTH_PREFIX.pack(len(data))
-    return (prefix + data,) if len(data) <= _JOINED_BYTES else (prefix, data)
+from tinsmith.processes.messages import LENGTH_PREFIX, encode
 
 
 class Connection(Protocol):

@@ -10,10 +10,10 @@ from pydantic import Field
 from typing_extensions import override
 
 from tinsmith.imports import import_object
+from tinsmith.processes.time_limit import call_with_limit
 from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.rewards.base import Reward, Score
 from tinsmith.rl.scoring.pool import ScoringPool
-from tinsmith.rl.scoring.time_limit import call_with_limit
 from tinsmith.rl.types import Rollout, Task
 
 

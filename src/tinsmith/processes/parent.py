@@ -1,4 +1,8 @@
-"""Ends a process with its parent, in whatever way the parent ends. Imports the standard library only."""
+"""Ends a process with its parent, in whatever way the parent ends. Imports the standard library only.
+
+On Linux the system kills the process when the thread that forked it ends. Elsewhere, and where the parent ended before
+that was arranged, a thread of the process sees another parent, or the end of a pipe that the parent holds open.
+"""
 
 from __future__ import annotations
 
