@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -27,6 +28,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 lost_cancellations.mend()
+# A shell that starts the tests in the background has them ignore Ctrl-C, and with them each program that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # SDK clients outlive the servers of their tests and would log connection errors until the process ends.
 logging.getLogger("tinker.lib.internal_client_holder").addHandler(logging.NullHandler())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -115,10 +114,8 @@ def run_and_send(work: Path, number: int, folder: str, *overrides: str) -> int:
     holds = work / "holds"
     holds.unlink(missing_ok=True)
     with (work / "log").open("w") as log:
-        # A shell may start tests in the background with SIGINT ignored, and children inherit that.
-        reset_sigint = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         variables = {**environment(), "HOLD_AT": str(HOLD_AT), "HOLDS": str(holds)}
-        process = subprocess.Popen(command, cwd=work, stdout=log, stderr=log, env=variables, preexec_fn=reset_sigint)
+        process = subprocess.Popen(command, cwd=work, stdout=log, stderr=log, env=variables)
         wait_for(holds.exists, work / "log")
         process.send_signal(number)
         process.wait(100)

@@ -72,8 +72,8 @@ def test_server_keeps_the_port_of_its_first_start(tmp_path: Path, monkeypatch: p
         ports.append(config.port)
         return SimpleNamespace(kill=lambda: None)
 
-    monkeypatch.setattr(server, "start_child", start)
-    monkeypatch.setattr(server, "end_child", lambda _: None)
+    monkeypatch.setattr(server, "start_service", start)
+    monkeypatch.setattr(server, "end_service", lambda _: None)
     monkeypatch.setattr(server, "url_of", lambda *_: "http://127.0.0.1:4321")
     with server.ProofServer(ServeConfig(models=("toy",), engine="fake", data=tmp_path)) as proved:
         proved.kill()

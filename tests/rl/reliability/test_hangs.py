@@ -25,7 +25,7 @@ from tests.rl.reliability.proxy import Action, Phase, proxied
 from tinsmith.dialects import read_run
 from tinsmith.runner import train_config
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.embedded import end_child, start_child, url_of
+from tinsmith.service.embedded import end_service, start_service, url_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_folder")]
 
@@ -44,7 +44,7 @@ class Server:
         self.data, log = data, data.with_suffix(".log")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "executable", python)
-            self._child = start_child(config, log)
+            self._child = start_service(config, log)
         self.url = url_of(self._child, log)
 
     def stop(self) -> None:
@@ -55,7 +55,7 @@ class Server:
 
     def end(self) -> None:
         self.go_on()
-        end_child(self._child)
+        end_service(self._child)
 
 
 @contextmanager
