@@ -24,7 +24,8 @@ from typing_extensions import override
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.base import Update, UpdateResult
-from tinsmith.rl.policy.scripted import ScriptedPolicy, ScriptedSnapshot
+from tinsmith.rl.policy.sampling import Sample, SampleRequest, SampleResult, Snapshot
+from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.run.loop import train
 
 STEPS, GROUPS = 8, 8
@@ -45,16 +46,13 @@ class TimedPolicy(ScriptedPolicy):
     sampling = training = 0.0
 
     @override
-    async def snapshot(self) -> ScriptedSnapshot:
-        snapshot = await super().snapshot()
-        sample = snapshot.sample
+    async def snapshot(self) -> Snapshot:
+        return (await super().snapshot()).around_each_request(self._timed)
 
-        async def timed(prompt: Any, *, count: int, seed: int, sampling: Any) -> Any:
-            await asyncio.sleep(self.sampling * (0.5 + seed % 1000 / 1000))
-            return await sample(prompt, count=count, seed=seed, sampling=sampling)
-
-        snapshot.sample = timed  # type: ignore[method-assign]
-        return snapshot
+    async def _timed(self, request: SampleRequest, sample: Sample) -> SampleResult:
+        if request.count:
+            await asyncio.sleep(self.sampling * (0.5 + request.seed % 1000 / 1000))
+        return await sample(request)
 
     @override
     async def accumulate(self, update: Update) -> UpdateResult:

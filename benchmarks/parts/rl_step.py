@@ -12,7 +12,6 @@ import io
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from benchmarks.comparison import Line, Setting
 from benchmarks.servers import KEY, MODEL, tinsmith
 from tinsmith.rl import demo
 from tinsmith.rl.config import RunConfig
+from tinsmith.rl.policy.sampling import Sample, SampleRequest, SampleResult
 from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.rl.record.monitors.jsonl import read_metrics
 from tinsmith.rl.run.loop import train
@@ -93,7 +93,7 @@ class Watched(TinkerPolicy):
     async def snapshot(self) -> Any:
         """The policy's snapshot with timing; every step begins with this call."""
         self.sampled = 0.0
-        return WatchedSnapshot(await super().snapshot(), self)
+        return (await super().snapshot()).around_each_request(self._timed)
 
     async def train(self, *arguments: Any) -> Any:
         """Record the times of the finished step."""
@@ -102,42 +102,19 @@ class Watched(TinkerPolicy):
         self.shares.append((self.sampled, time.perf_counter() - start))
         return updated
 
-    @contextmanager
-    def sampling(self) -> Any:
-        """Counts the time in which at least one request is open."""
+    async def _timed(self, request: SampleRequest, sample: Sample) -> SampleResult:
+        """Counts the time in which at least one request for replies is open."""
+        if not request.count:
+            return await sample(request)
         if not self._open:
             self._since = time.perf_counter()
         self._open += 1
         try:
-            yield
+            return await sample(request)
         finally:
             self._open -= 1
             if not self._open:
                 self.sampled += time.perf_counter() - self._since
-
-
-class WatchedSnapshot:
-    """A snapshot that reports its sampling time to the policy."""
-
-    def __init__(self, snapshot: Any, policy: Watched) -> None:
-        self._snapshot, self._policy = snapshot, policy
-
-    @property
-    def version(self) -> int:
-        return self._snapshot.version
-
-    @property
-    def chat(self) -> Any:
-        return self._snapshot.chat
-
-    async def logprobs(self, tokens: Sequence[int]) -> Any:
-        """The method of the policy's snapshot."""
-        return await self._snapshot.logprobs(tokens)
-
-    async def sample(self, prompt: Any, **settings: Any) -> Any:
-        """The method of the policy's snapshot."""
-        with self._policy.sampling():
-            return await self._snapshot.sample(prompt, **settings)
 
 
 def _mean(values: Sequence[float]) -> float:

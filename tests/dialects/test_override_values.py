@@ -18,7 +18,7 @@ from tinsmith.integrations.rllm.files.schema_unified import UnifiedFile
 from tinsmith.integrations.trinity.files.schema import TrinityFile
 from tinsmith.overrides import apply_overrides, forms_at
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.policy.base import SamplingConfig
+from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.service.config import ServeConfig
 from tinsmith.settings import Settings, build, paths, read
 

@@ -26,10 +26,10 @@ from tinsmith.dialects import read_run
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.explore import explore
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import Prompt, SamplingConfig, Update, UpdateResult
-from tinsmith.rl.policy.scripted import ScriptedPolicy, ScriptedSnapshot
+from tinsmith.rl.policy.base import Update, UpdateResult
+from tinsmith.rl.policy.sampling import Sample, SampleRequest, SampleResult
+from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.stages import run_stages
-from tinsmith.rl.types import Turn
 
 REPLIES = ("no", "yes", "perhaps", "1, 2, 3, 4, 5", "FINAL ANSWER: 7\nCONFIDENCE: 0.2", "it is \\boxed{4}")
 UPDATE_SECONDS = 2.0
@@ -38,26 +38,16 @@ REWARD = 'rewards=[{type: format, pattern: "yes"}]'
 """In place of the rewards of foreign files, which other processes compute."""
 
 
-class TimedSnapshot(ScriptedSnapshot):
-    """A snapshot whose samples take between 0.1 and 8 seconds."""
-
-    @override
-    async def sample(self, prompt: Prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:
-        turns = await super().sample(prompt, count=count, seed=seed, sampling=sampling)
-        await asyncio.sleep(0.1 + float(np.random.default_rng(abs(seed) + 1).integers(80)) / 10)
-        return turns
+async def timed(request: SampleRequest, sample: Sample) -> SampleResult:
+    """Samples take between 0.1 and 8 seconds."""
+    result = await sample(request)
+    if request.count:
+        await asyncio.sleep(0.1 + float(np.random.default_rng(abs(request.seed) + 1).integers(80)) / 10)
+    return result
 
 
 class TimedPolicy(ScriptedPolicy):
     """A policy whose updates take UPDATE_SECONDS."""
-
-    @override
-    async def snapshot(self) -> TimedSnapshot:
-        return TimedSnapshot(self._replies, self._logits, self._version)
-
-    @override
-    async def open_checkpoint(self, path: str, version: int) -> TimedSnapshot:
-        return TimedSnapshot(self._replies, np.array(json.loads(Path(path).read_text())), version)
 
     @override
     async def train(
@@ -197,7 +187,7 @@ async def _run(config: RunConfig, folder: Path) -> None:
     console = Console(file=io.StringIO())
 
     def policy(state: str = "", version: int = 0) -> TimedPolicy:
-        return TimedPolicy(REPLIES, folder / "weights", state=state, version=version)
+        return TimedPolicy(REPLIES, folder / "weights", state=state, version=version, middleware=(timed,))
 
     async def connect(state: str, version: int) -> TimedPolicy:
         return policy(state, version)

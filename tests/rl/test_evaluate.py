@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from tests.rl.scripted_run import rows, run, settings
 from tinsmith.rl.evaluate import EvalConfig
-from tinsmith.rl.policy.base import SamplingConfig
+from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.record.metrics import pass_at
 from tinsmith.rl.types import Group, Rollout, Task
 

@@ -15,9 +15,9 @@ from rich.markup import escape
 
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.policy.base import request_seed
 from tinsmith.rl.policy.chat import ChatCodec
 from tinsmith.rl.policy.request_limit import RequestLimit
+from tinsmith.rl.policy.sampling import request_seed
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.run.open import with_shadow

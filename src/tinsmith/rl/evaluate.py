@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from tinsmith.rl.data.tasks import HeldOutTasks
-from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
+from tinsmith.rl.policy.sampling import SamplingConfig, Snapshot, request_seed
 from tinsmith.rl.policy.training_rows import count_policy_tokens
 from tinsmith.rl.record.metrics import is_right, pass_at, reward_metrics, role_metrics, workflow_metrics
 from tinsmith.rl.rewards import Reward, RewardConfig, Rewards

@@ -10,7 +10,7 @@ import numpy as np
 from typing_extensions import override
 
 from tinsmith.integrations.rllm.engines.base import SnapshotEngine
-from tinsmith.rl.policy.base import SamplingConfig
+from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rllm import (
     Action,

@@ -12,7 +12,7 @@ import pytest
 from tinsmith.errors import UserError
 from tinsmith.integrations.rllm.flows.records import output_of
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
-from tinsmith.rl.policy.base import SamplingConfig
+from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.policy.training_rows import rows_from_trajectory
 from tinsmith.rl.rewards import Rewards

@@ -14,7 +14,7 @@ from typing_extensions import override
 from tests.integrations.rllm.flows import FunctionFlow, GuessAgent, GuessEnv, TwoSolvers
 from tinsmith.integrations.rllm.rollouts import rollout_of, task_row, wrapped_row
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
-from tinsmith.rl.policy.base import SamplingConfig
+from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.policy.scripted import END, ScriptedSnapshot
 from tinsmith.rl.policy.training_rows import rows_from_trajectory
 from tinsmith.rl.rewards import Rewards

@@ -13,7 +13,7 @@ import pytest
 from tests.integrations.trinity.files import SMALL, with_key, write
 from tinsmith.dialects import RunFile, read_run
 from tinsmith.errors import ConfigError
-from tinsmith.rl.policy.base import Snapshot
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.types import Message, Rollout, Task, Turn
 
 WRITTEN = """

@@ -20,7 +20,7 @@ from tinsmith.integrations.trinity.files.name_tables import REWARDS, WORKFLOWS
 from tinsmith.integrations.trinity.files.prompts import THINK_BOXED
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
-from tinsmith.rl.policy.base import SamplingConfig
+from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.types import Task

@@ -20,7 +20,7 @@ from tests.service.support.inprocess import KEY
 from tinsmith.errors import ConfigError
 from tinsmith.integrations.verifiers import VerifiersEnvironment
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
-from tinsmith.rl.policy.base import SamplingConfig
+from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.policy.training_rows import rows_from_trajectory
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.types import Rollout

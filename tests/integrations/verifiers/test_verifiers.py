@@ -14,11 +14,11 @@ from tinsmith.errors import ConfigError
 from tinsmith.integrations.verifiers import VerifiersEnvironment
 from tinsmith.rl.environments.mixture import mixture_workflow, split_environments
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
-from tinsmith.rl.policy.base import SamplingConfig
+from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.policy.scripted import END
 from tinsmith.rl.policy.training_rows import rows_from_trajectory
 from tinsmith.rl.rewards import Rewards
-from tinsmith.rl.types import Rollout, Task, Turn
+from tinsmith.rl.types import Rollout, Task
 from tinsmith.rl.workflows.base import WorkflowContext
 
 vf = pytest.importorskip("verifiers.v1")
@@ -162,14 +162,11 @@ def broken(replies: Sequence[str], logprobs: tuple[float, ...]) -> Any:
     """A snapshot whose replies have these logprobs."""
     from dataclasses import replace
 
-    from tinsmith.rl.policy.wrapper import SnapshotWrapper
+    async def without_logprobs(request: Any, sample: Any) -> Any:
+        result = await sample(request)
+        return replace(result, turns=tuple(replace(turn, logprobs=logprobs) for turn in result.turns))
 
-    class Broken(SnapshotWrapper):
-        async def sample(self, *args: Any, **more: Any) -> tuple[Turn, ...]:
-            turns = await super().sample(*args, **more)
-            return tuple(replace(turn, logprobs=logprobs) for turn in turns)
-
-    return Broken(policy(*replies))
+    return policy(*replies).around(without_logprobs)
 
 
 @pytest.mark.parametrize("logprobs", [(), (float("nan"),) * 2, (0.0,)])

@@ -18,7 +18,8 @@ from tests.rl.algorithms.helpers import run
 from tests.rl.scripted_run import rows
 from tinsmith.rl.algorithms.config import NAMES, AlgorithmConfig
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.policy.base import Policy, SamplingConfig
+from tinsmith.rl.policy.base import Policy
+from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients
 from tinsmith.rl.run.loop import train

@@ -15,7 +15,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms.advantages.user_code import CustomAdvantage, PrecomputedAdvantage
 from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.algorithms.config import AlgorithmConfig
-from tinsmith.rl.policy.base import SamplingConfig
+from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.types import Group, Rollout, Task, Trajectory
 from tinsmith.rl.workflows.conversation import Conversation

@@ -158,18 +158,14 @@ class Slow(Recorded):
     waited = 0
 
     async def snapshot(self):
-        snapshot = await super().snapshot()
-        sample = snapshot.sample
+        return (await super().snapshot()).around(self.sample_or_wait)
 
-        async def sample_or_wait(prompt, *, count, seed, sampling):
-            if any(question in str(prompt) for question in self.blocked):
-                type(self).waited += 1
-                self.on_wait()
-                await asyncio.Event().wait()
-            return await sample(prompt, count=count, seed=seed, sampling=sampling)
-
-        snapshot.sample = sample_or_wait
-        return snapshot
+    async def sample_or_wait(self, request, sample):
+        if any(question in str(request.prompt) for question in self.blocked):
+            type(self).waited += 1
+            self.on_wait()
+            await asyncio.Event().wait()
+        return await sample(request)
 
     on_wait = staticmethod(lambda: None)
 

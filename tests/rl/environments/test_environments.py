@@ -13,7 +13,7 @@ from tinsmith.rl.data.tasks import TasksConfig, split
 from tinsmith.rl.environments.base import EnvironmentOptions
 from tinsmith.rl.environments.custom import CustomEnvironment
 from tinsmith.rl.environments.tasks import TasksEnvironment
-from tinsmith.rl.policy.base import SamplingConfig
+from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.types import Message, Task
 from tinsmith.settings import build
 

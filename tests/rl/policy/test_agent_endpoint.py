@@ -14,7 +14,7 @@ import pytest
 from tests.rl.scripted_run import rows, run, settings
 from tests.rl.workflows.test_workflows import YES, policy
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint, AgentSession
-from tinsmith.rl.policy.base import SamplingConfig
+from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.policy.scripted import END, CharacterCodec
 from tinsmith.rl.policy.training_rows import rows_from_trajectory
 from tinsmith.rl.types import Message, Rollout, Task, Trajectory

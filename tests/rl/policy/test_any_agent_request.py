@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from typing_extensions import override
 
 from tests.rl.workflows.test_workflows import policy
 from tests.service.support.answers import fault_of
 from tests.service.support.any_json import ANY_JSON, DEEP, Raw, changed, encode
 from tinsmith.errors import BadRequest
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint, AgentSession
-from tinsmith.rl.policy.base import SamplingConfig
+from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.policy.scripted import ScriptedSnapshot
 
 pytestmark = pytest.mark.e2e
@@ -68,14 +67,11 @@ def ask(use: Callable[[Send, AgentSession], Awaitable[Any]], snapshot: ScriptedS
     return asyncio.run(main())
 
 
-class Few(ScriptedSnapshot):
-    """A policy that refuses a large number of replies, as a server does."""
-
-    @override
-    async def sample(self, prompt: Any, *, count: int, **rest: Any) -> Any:
-        if count > 1024:
-            raise BadRequest(f"num_samples is {count}.", "Give less.", field="num_samples")
-        return await super().sample(prompt, count=count, **rest)
+async def few(request: Any, sample: Any) -> Any:
+    """Refuses a large number of replies, as a server does."""
+    if request.count > 1024:
+        raise BadRequest(f"num_samples is {request.count}.", "Give less.", field="num_samples")
+    return await sample(request)
 
 
 def test_changed_bodies_are_answered_in_form() -> None:
@@ -93,7 +89,7 @@ def test_changed_bodies_are_answered_in_form() -> None:
         assert answers[0][1].status_code == 200
         return [(fault, encode(body)) for body, answer in answers if (fault := fault_of(PATH, answer))]
 
-    assert ask(use, Few(("five",), np.zeros(1), 3)) == []
+    assert ask(use, ScriptedSnapshot(("five",), np.zeros(1), 3, few)) == []
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import ModelConfig, SamplingConfig, request_seed
+from tinsmith.rl.policy.base import ModelConfig
+from tinsmith.rl.policy.sampling import SamplingConfig, request_seed
 
 
 def learning_rates(**changes) -> list[float]:

@@ -21,10 +21,11 @@ from tinsmith import read_metrics
 from tinsmith.cli.check import check
 from tinsmith.errors import ConfigError, Unsupported, UserError
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import ModelConfig, SamplingConfig, Update
+from tinsmith.rl.policy.base import ModelConfig, Update
 from tinsmith.rl.policy.chat import Chat
 from tinsmith.rl.policy.chat_session import AgentChatRequest, ChatSession
 from tinsmith.rl.policy.images import ImageEncoder
+from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.policy.scripted import CharacterCodec
 from tinsmith.rl.policy.sdk import capabilities
 from tinsmith.rl.policy.tinker import TinkerPolicy

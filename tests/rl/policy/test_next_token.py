@@ -14,9 +14,9 @@ import tinker
 from tests.rl.scripted_run import REPLIES
 from tinsmith.errors import Unsupported
 from tinsmith.rl.policy.base import ModelConfig
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.policy.tinker import TinkerPolicy
-from tinsmith.rl.rollouts.weight_sync import LiveSnapshot, PublishedWeights
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
@@ -98,14 +98,8 @@ def test_scripted_policy_begins_its_replies():
 
 
 def test_pinned_snapshot_keeps_its_version():
-    class Weights:
-        version = 1
-
-        def newest(self) -> PublishedWeights:
-            return PublishedWeights(self.version, ScriptedSnapshot(REPLIES, np.zeros(3), self.version))
-
-    weights: Any = Weights()
-    live = LiveSnapshot(weights)
+    version = 1
+    live = Snapshot.following(lambda: ScriptedSnapshot(REPLIES, np.zeros(3), version))
     pinned = live.pinned()
-    weights.version = 2
+    version = 2
     assert (live.version, pinned.version, pinned.pinned().version) == (2, 1, 1)

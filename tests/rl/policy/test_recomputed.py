@@ -14,9 +14,8 @@ from tests.rl.algorithms.test_loss_dispatch import OURS, grads
 from tests.rl.scripted_run import settings
 from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.algorithms.config import AlgorithmConfig
-from tinsmith.rl.policy.base import SamplingConfig
+from tinsmith.rl.policy.sampling import SamplingConfig, recomputing
 from tinsmith.rl.policy.scripted import ScriptedSnapshot
-from tinsmith.rl.policy.wrapper import RecomputingSnapshot
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 
 LOGITS = np.array([0.4, -0.3, 1.1])
@@ -41,7 +40,7 @@ def algorithm(**values: Any) -> AlgorithmConfig:
 
 def turns(recomputes: bool, count: int = 4) -> tuple[Turn, ...]:
     """Replies of the policy at temperature 0.7."""
-    snapshot = RecomputingSnapshot(ScriptedSnapshot(("no", "yes", "perhaps"), LOGITS, 3), lambda _: recomputes)
+    snapshot = ScriptedSnapshot(("no", "yes", "perhaps"), LOGITS, 3).around(recomputing(lambda _: recomputes))
     return run(snapshot.sample((1, 2), count=count, seed=5, sampling=WARM))
 
 

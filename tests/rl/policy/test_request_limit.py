@@ -11,12 +11,10 @@ import pytest
 from tests.rl.scripted_run import REPLIES, rows, run, settings
 from tests.rl.virtual_clock import run_virtually
 from tinsmith.rl.policy import request_limit
-from tinsmith.rl.policy.base import SamplingConfig, Snapshot
 from tinsmith.rl.policy.request_limit import RequestLimit
-from tinsmith.rl.policy.scripted import ScriptedPolicy, ScriptedSnapshot
-from tinsmith.rl.policy.wrapper import RecomputingSnapshot
+from tinsmith.rl.policy.sampling import ModelVersion, SampleRequest, SampleResult, SamplingConfig, Snapshot, recomputing
+from tinsmith.rl.policy.scripted import CharacterCodec, ScriptedPolicy
 from tinsmith.rl.rollouts.runner import RolloutConfig, RolloutRunner
-from tinsmith.rl.rollouts.weight_sync import LiveSnapshot, PublishedWeights
 from tinsmith.rl.types import Rollout, Task, Turn
 
 SAMPLING = SamplingConfig()
@@ -25,13 +23,14 @@ SAMPLING = SamplingConfig()
 class Server(Snapshot):
     """Counts requests in flight; each ends after a few turns of the event loop, or never if it `hangs`."""
 
-    version = 0
-
     def __init__(self, *, hangs: bool = False) -> None:
+        super().__init__(
+            ModelVersion(version=0, chat=CharacterCodec(), sample=self._answer, open_model=self._open_model)
+        )
         self.now = self.most = self.total = 0
         self.hangs = hangs
 
-    async def _request(self) -> None:
+    async def _answer(self, request: SampleRequest) -> SampleResult:
         self.now, self.total = self.now + 1, self.total + 1
         self.most = max(self.most, self.now)
         try:
@@ -39,16 +38,10 @@ class Server(Snapshot):
             await asyncio.sleep(0)
         finally:
             self.now -= 1
+        turn = Turn(prompt=(1,), tokens=(2, 3), logprobs=(0.0, 0.0), text="", stop="stop")
+        return SampleResult(turns=(turn,) * request.count, logprobs=np.zeros(len(request.prompt), np.float32)[1:])
 
-    async def sample(self, prompt, *, count, seed, sampling):
-        await self._request()
-        return (Turn(prompt=(1,), tokens=(2, 3), logprobs=(0.0, 0.0), text="", stop="stop"),) * count
-
-    async def logprobs(self, tokens, last=None):
-        await self._request()
-        return np.zeros(len(tokens) - 1, np.float32)
-
-    async def open_model(self, name):
+    async def _open_model(self, name: str) -> Snapshot:
         return self
 
 
@@ -85,32 +78,32 @@ def test_requests_of_all_workflows_stay_within_the_limit(size):
 
 def test_recomputed_logprobs_of_live_weights_take_places_too():
     server = Server()
-    recomputing = RecomputingSnapshot(server, lambda _sampling: True)
-    weights = SimpleNamespace(newest=lambda: PublishedWeights(0, recomputing))
+    recomputed = server.around(recomputing(lambda _sampling: True))
 
     class Single:
         async def run(self, task, policy, *, count, seed):
             turns = await policy.sample((), count=count, seed=seed, sampling=SAMPLING)
             return tuple(Rollout.single((turn,), 1.0) for turn in turns)
 
-    groups = played(LiveSnapshot(weights), RequestLimit(2), workflow=Single())
+    groups = played(Snapshot.following(lambda: recomputed), RequestLimit(2), workflow=Single())
     assert not any(rollout.error for group in groups for rollout in group.rollouts)
     assert (server.most, server.total) == (2, 4 * (1 + 3))
 
 
-def test_reference_logprobs_stay_within_concurrency(tmp_path, monkeypatch):
+def test_reference_logprobs_stay_within_concurrency(tmp_path):
     most = [0, 0]
-    compute = ScriptedSnapshot.logprobs
 
-    async def counted(self, tokens, last=None):
+    async def counted(request, sample):
         most[0] += 1
         most[1] = max(most)
         await asyncio.sleep(0)
         most[0] -= 1
-        return await compute(self, tokens, last)
+        return await sample(request)
 
-    monkeypatch.setattr(ScriptedSnapshot, "logprobs", counted)
-    run(settings(tmp_path, steps=2, concurrency=2, algorithm={"kl": {"type": "k2", "coef": 0.1}}))
+    async def connect(state, version):
+        return ScriptedPolicy(REPLIES, tmp_path / "weights", state=state, version=version, middleware=(counted,))
+
+    run(settings(tmp_path, steps=2, concurrency=2, algorithm={"kl": {"type": "k2", "coef": 0.1}}), connect)
     assert most == [0, 2]
 
 
@@ -142,20 +135,12 @@ def test_token_rate_never_exceeds_that_of_the_server(tmp_path, monkeypatch, stal
     """A server that answers one request a second, of four replies, with virtual time."""
     now = [0.0]
 
-    class Slow(ScriptedPolicy):
-        async def snapshot(self):
-            snapshot = await super().snapshot()
-            sample = snapshot.sample
-
-            async def slow(prompt, **more):
-                now[0] += 1.0
-                return await sample(prompt, **more)
-
-            snapshot.sample = slow
-            return snapshot
+    async def slow(request, sample):
+        now[0] += 1.0
+        return await sample(request)
 
     async def connect(state, version):
-        return Slow(REPLIES, tmp_path / "weights", state=state, version=version)
+        return ScriptedPolicy(REPLIES, tmp_path / "weights", state=state, version=version, middleware=(slow,))
 
     monkeypatch.setattr(request_limit, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     run(settings(tmp_path, staleness=staleness, eval={"every": 0, "before": False, "after": False}), connect)

@@ -18,8 +18,9 @@ from tests.architectures import save_tiny
 from tinsmith.errors import ConfigError, Unsupported
 from tinsmith.rl.config.run_config import RunConfig
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import ModelConfig, SamplingConfig, Update
+from tinsmith.rl.policy.base import ModelConfig, Update
 from tinsmith.rl.policy.router_replay import check_routers
+from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.rl.policy.training_rows import TrainingRow, rows_from_trajectory
 from tinsmith.rl.types import Trajectory, Turn

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import ModelConfig, SamplingConfig, UpdateResult
+from tinsmith.rl.policy.base import ModelConfig, UpdateResult
+from tinsmith.rl.policy.sampling import SamplingConfig, recomputing
 from tinsmith.rl.policy.tinker import TinkerPolicy
-from tinsmith.rl.policy.wrapper import RecomputingSnapshot
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
@@ -45,7 +45,7 @@ def test_loss_at_temperature_07_equals_the_reference(loss, tiny, tmp_path):
 
     async def work(address: tuple[str, str]) -> tuple[Sequence[Turn], UpdateResult]:
         policy = await TinkerPolicy.connect(ModelConfig(name="tiny", rank=4), *address, seed=1)
-        snapshot = RecomputingSnapshot(await policy.snapshot(), config.recomputes)
+        snapshot = (await policy.snapshot()).around(recomputing(config.recomputes))
         turns = await snapshot.sample(PROMPT, count=3, seed=2, sampling=WARM)
         rollouts = tuple(Rollout.single((turn,), float(at)) for at, turn in enumerate(turns))
         scorer = Algorithm(config, policy.extensions, {}, 0)

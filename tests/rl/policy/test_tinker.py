@@ -19,7 +19,8 @@ from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy import tinker as tinker_policy
 from tinsmith.rl.policy import tinker_sampling
-from tinsmith.rl.policy.base import ModelConfig, SamplingConfig, Update
+from tinsmith.rl.policy.base import ModelConfig, Update
+from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.policy.sdk import Capabilities
 from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.rl.rollouts.test_producer import VersionedPolicy, batch_source, task_sampler
 from tests.rl.virtual_clock import run_virtually
+from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.rollouts.batch_source import BatchPosition, BatchSourceState
 from tinsmith.rl.types import Rollout
 
@@ -27,7 +28,7 @@ class Timed:
 
     async def run(self, task, policy, *, count, seed):
         await asyncio.sleep(self.seconds(seed))
-        turns = await policy.sample((), count=count, seed=seed, sampling=None)
+        turns = await policy.sample((), count=count, seed=seed, sampling=SamplingConfig())
         return tuple(Rollout.single((turn,), 1.0) for turn in turns)
 
 
@@ -176,7 +177,7 @@ def test_slow_group_delays_no_step_before_its_own():
     class OneSlow(Timed):
         async def run(self, task, policy, *, count, seed):
             await asyncio.sleep(20.0 if task.id in slow else 1.0)
-            turns = await policy.sample((), count=count, seed=seed, sampling=None)
+            turns = await policy.sample((), count=count, seed=seed, sampling=SamplingConfig())
             return tuple(Rollout.single((turn,), 1.0) for turn in turns)
 
     trainer = Trainer(2, 5.0)

@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.rl.virtual_clock import run_virtually
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.data.sources import Addition
 from tinsmith.rl.data.tasks import TaskSampler, TasksConfig, split
-from tinsmith.rl.policy.base import Snapshot, request_seed
 from tinsmith.rl.policy.request_limit import RequestLimit
+from tinsmith.rl.policy.sampling import SamplingConfig, request_seed
+from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.rollouts.batch_source import BatchSourceState, BufferedBatchSource
 from tinsmith.rl.rollouts.buffers.memory import MemoryBuffer, MemoryConfig
 from tinsmith.rl.rollouts.buffers.replay import BatchSelector
@@ -24,20 +26,18 @@ from tinsmith.rl.rollouts.runner import RolloutConfig, RolloutRunner
 from tinsmith.rl.rollouts.sampling_loop import SamplingLoop
 from tinsmith.rl.rollouts.task_draws import LocalDraws
 from tinsmith.rl.rollouts.weight_sync import SyncConfig, WeightPublisher, WeightSubscriber
-from tinsmith.rl.types import Rollout, Task, Turn
+from tinsmith.rl.types import Rollout, Task
 
 
-class VersionedPolicy(Snapshot):
+class VersionedPolicy:
     """A policy without weights: a version, and the names of saved checkpoints."""
-
-    version = 0
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
         self.saved: list[str] = []
 
     async def snapshot(self):
-        return VersionedPolicy(self.version)
+        return ScriptedSnapshot(("",), np.zeros(1), self.version)
 
     async def save_for_sampling(self, name: str, ttl_seconds: int | None = None) -> str:
         self.saved.append(name)
@@ -45,13 +45,10 @@ class VersionedPolicy(Snapshot):
 
     async def open_checkpoint(self, path: str, version: int):
         assert path in self.saved
-        return VersionedPolicy(version)
+        return ScriptedSnapshot(("",), np.zeros(1), version)
 
     async def delete_checkpoint(self, path: str) -> None:
         self.saved.remove(path)
-
-    async def sample(self, prompt, *, count, seed, sampling):
-        return (Turn(prompt=(1,), tokens=(2,), logprobs=(0.0,), text="", stop="stop", version=self.version),) * count
 
 
 class CountingWorkflow:
@@ -70,7 +67,7 @@ class CountingWorkflow:
         await self.open.wait()
         await asyncio.sleep(0)
         self.now -= 1
-        turns = await policy.sample((), count=count, seed=seed, sampling=None)
+        turns = await policy.sample((), count=count, seed=seed, sampling=SamplingConfig())
         return tuple(Rollout.single((turn,), 1.0) for turn in turns)
 
 

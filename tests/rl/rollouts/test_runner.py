@@ -6,20 +6,20 @@ import asyncio
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.rl.scripted_run import settings
 from tests.rl.virtual_clock import run_virtually
-from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.policy.request_limit import RequestLimit
+from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.rollouts.runner import CANCELLED, Oversampling, RolloutConfig, RolloutRunner
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 
 GOOD = Rollout.single((Turn(prompt=(1,), tokens=(2,), logprobs=(0.0,), text="", stop="stop"),), 1.0)
 
 
-class Still(Snapshot):
-    version = 7
+STILL = ScriptedSnapshot(("",), np.zeros(1), 7)
 
 
 class Timed:
@@ -48,7 +48,7 @@ def timed(
     seeds = range(100, 100 + len(tasks))
 
     async def main() -> tuple[list[Group], float]:
-        groups = await runner.run_groups(workflow or Timed(), tasks, Still(), size=size, seeds=seeds, over=over)
+        groups = await runner.run_groups(workflow or Timed(), tasks, STILL, size=size, seeds=seeds, over=over)
         return list(groups), asyncio.get_running_loop().time()
 
     return run_virtually(main())
@@ -93,7 +93,7 @@ def test_rollout_with_non_finite_reward_fails(odd, problem):
 def test_timeout_excludes_waiting_for_other_calls():
     tasks = [Task(id=str(at), messages=(), answer="0.1") for at in range(6)]
     runner = RolloutRunner(RolloutConfig(timeout=0.5, concurrency=1), RequestLimit(9))
-    groups = run_virtually(runner.run_groups(Timed(), tasks, Still(), size=1, seeds=range(6)))
+    groups = run_virtually(runner.run_groups(Timed(), tasks, STILL, size=1, seeds=range(6)))
     assert [errors(group) for group in groups] == [[""]] * 6
 
 
@@ -157,7 +157,7 @@ def test_timeout_ratio_follows_the_mean_after_warmup():
         limits = [runner.limit]
         for _ in range(2):
             task = Task(id="0", messages=(), answer="0.02")
-            await runner.run_groups(Timed(), [task], Still(), size=1, seeds=[1])
+            await runner.run_groups(Timed(), [task], STILL, size=1, seeds=[1])
             limits.append(runner.limit)
         return limits
 

@@ -110,21 +110,14 @@ def test_non_finite_rewards_fail_rollouts_not_the_run(tmp_path):
 
 
 def test_connection_errors_fail_rollouts_not_the_run(tmp_path):
-    class Flaky(ScriptedPolicy):
-        async def snapshot(self):
-            snapshot = await super().snapshot()
-            sample = snapshot.sample
-
-            async def flaky(prompt, *, count, seed, sampling):
-                if seed % 3 == 0:
-                    raise ConnectionError("gone for a moment")
-                return await sample(prompt, count=count, seed=seed, sampling=sampling)
-
-            snapshot.sample = flaky
-            return snapshot
+    async def flaky(request, sample):
+        if request.seed % 3 == 0:
+            raise ConnectionError("gone for a moment")
+        return await sample(request)
 
     async def connect(state, version):
-        return Flaky(("no", "yes"), tmp_path / "weights", state=state, version=version)
+        folder = tmp_path / "weights"
+        return ScriptedPolicy(("no", "yes"), folder, state=state, version=version, middleware=(flaky,))
 
     run(settings(tmp_path, groups_per_step=6), connect)
     failed = sum(row["rollouts/failed"] for row in rows(tmp_path) if "reward/mean" in row)
@@ -156,28 +149,21 @@ def test_hundreds_of_concurrent_rollouts_use_no_threads(tmp_path):
     under_way, most, threads = 0, 0, set()
     all_begun = asyncio.Event()
 
-    class Slow(ScriptedPolicy):
-        async def snapshot(self):
-            snapshot = await super().snapshot()
-            sample = snapshot.sample
-
-            async def slow(prompt, *, count, seed, sampling):
-                nonlocal under_way, most
-                under_way += 1
-                most = max(most, under_way)
-                if under_way == 256:
-                    all_begun.set()
-                async with asyncio.timeout(100):
-                    await all_begun.wait()
-                under_way -= 1
-                threads.update(set(threading.enumerate()) - before)
-                return await sample(prompt, count=count, seed=seed, sampling=sampling)
-
-            snapshot.sample = slow
-            return snapshot
+    async def slow(request, sample):
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        if under_way == 256:
+            all_begun.set()
+        async with asyncio.timeout(100):
+            await all_begun.wait()
+        under_way -= 1
+        threads.update(set(threading.enumerate()) - before)
+        return await sample(request)
 
     async def connect(state, version):
-        return Slow(("no", "yes"), tmp_path / "weights", state=state, version=version)
+        folder = tmp_path / "weights"
+        return ScriptedPolicy(("no", "yes"), folder, state=state, version=version, middleware=(slow,))
 
     before = set(threading.enumerate())
     alone = {"every": 0, "before": False, "after": False}

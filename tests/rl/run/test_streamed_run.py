@@ -21,19 +21,13 @@ def test_streamed_run_equals_a_run_of_whole_batches(tmp_path, staleness):
                 parts.append(self.version)
                 return await super().accumulate(update)
 
-            async def snapshot(self):
-                snapshot = await super().snapshot()
-                sample = snapshot.sample
+        folder = tmp_path / "streamed" / "weights"
+        return Counting(REPLIES, folder, state=state, version=version, middleware=(slow,))
 
-                async def slow(prompt, *, count, seed, sampling):
-                    for _ in range(seed % 7):
-                        await asyncio.sleep(0)
-                    return await sample(prompt, count=count, seed=seed, sampling=sampling)
-
-                snapshot.sample = slow
-                return snapshot
-
-        return Counting(REPLIES, tmp_path / "streamed" / "weights", state=state, version=version)
+    async def slow(request, sample):
+        for _ in range(request.seed % 7):
+            await asyncio.sleep(0)
+        return await sample(request)
 
     how = {"staleness": staleness, "groups_per_step": 6, "optimizer": {"learning_rate": 0.02}}
     whole = run(settings(tmp_path / "whole", **how))

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from tests.rl.scripted_run import rows, run, settings
 from tests.rl.virtual_clock import run_virtually
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
-from tinsmith.rl.policy.base import SamplingConfig
+from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rewards.base import Score

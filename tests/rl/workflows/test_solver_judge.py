@@ -10,7 +10,7 @@ import pytest
 
 from examples.solver_judge.solver_judge import SolverJudge, choice, judge_prompt
 from tinsmith.dialects import read_run
-from tinsmith.rl.policy.base import SamplingConfig
+from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.types import Message, Rollout, Task
 from tinsmith.rl.workflows.conversation import WorkflowPolicy

@@ -12,7 +12,7 @@ import pytest
 from tests.rl.scripted_run import rows, run, settings
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
-from tinsmith.rl.policy.base import SamplingConfig, Snapshot
+from tinsmith.rl.policy.sampling import SamplingConfig, Snapshot
 from tinsmith.rl.policy.scripted import END, ScriptedSnapshot
 from tinsmith.rl.policy.training_rows import rows_from_trajectory
 from tinsmith.rl.rewards import Rewards

@@ -15,7 +15,7 @@ from tinsmith.integrations.rllm.records import Episode, TerminationReason
 from tinsmith.integrations.rllm.rollouts import rollout_of, task_row
 from tinsmith.integrations.rllm.store import InMemoryStore, Store
 from tinsmith.rl.plugins import Arguments, ImportPath, import_object
-from tinsmith.rl.policy.base import Snapshot
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.types import Rollout, Task
 from tinsmith.rl.workflows.base import IndependentRollouts, Workflow, WorkflowContext, WorkflowOptions, add_rewards
 

@@ -21,8 +21,8 @@ from typing_extensions import override
 from tinsmith.integrations.verifiers.rollouts import NO_LOGPROB, has_logprobs
 from tinsmith.rl.plugins import await_if_needed
 from tinsmith.rl.policy.agent_endpoint import AgentSession
-from tinsmith.rl.policy.base import Snapshot, request_seed
 from tinsmith.rl.policy.chat_session import MODEL
+from tinsmith.rl.policy.sampling import Snapshot, request_seed
 from tinsmith.rl.types import Rollout, Task, Termination, Trajectory
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 

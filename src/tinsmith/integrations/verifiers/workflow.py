@@ -11,8 +11,8 @@ from typing_extensions import override
 from tinsmith.integrations.verifiers.rollouts import episode_rollout
 from tinsmith.integrations.verifiers.tasks import verifiers_task
 from tinsmith.rl.policy.agent_endpoint import AgentSession
-from tinsmith.rl.policy.base import Snapshot, request_seed
 from tinsmith.rl.policy.chat_session import MODEL
+from tinsmith.rl.policy.sampling import Snapshot, request_seed
 from tinsmith.rl.types import Rollout, Task, Turn
 from tinsmith.rl.workflows.base import IndependentRollouts, WorkflowContext
 

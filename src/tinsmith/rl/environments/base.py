@@ -19,7 +19,7 @@ from tinsmith.rl.data.tasks import (
     count_held_out,
     split_rows,
 )
-from tinsmith.rl.policy.base import SamplingConfig
+from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.types import Task
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 from tinsmith.settings import Settings, did_you_mean

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from tinsmith.rl.data.tasks import HeldOutTasks, TaskSampler
 from tinsmith.rl.environments.base import EnvironmentOptions
-from tinsmith.rl.policy.base import SamplingConfig, Snapshot
+from tinsmith.rl.policy.sampling import SamplingConfig, Snapshot
 from tinsmith.rl.types import Group, Rollout, Task
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 

@@ -22,8 +22,8 @@ from tinsmith.chat.errors import ENDINGS, as_tinsmith_error, error_headers, open
 from tinsmith.chat.request import ChatRequest, parse_json_object, select_fields
 from tinsmith.chat.strict_json import encode_json
 from tinsmith.errors import BadRequest, TinsmithError, Unauthorized
-from tinsmith.rl.policy.base import SamplingConfig, Snapshot
 from tinsmith.rl.policy.chat_session import MODEL, AgentChatRequest, ChatSession, invalid_request
+from tinsmith.rl.policy.sampling import SamplingConfig, Snapshot
 from tinsmith.rl.types import Turn
 
 if TYPE_CHECKING:

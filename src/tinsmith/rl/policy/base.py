@@ -1,6 +1,6 @@
-"""Policy protocols, and the settings of the model and of sampling.
+"""Policy protocols, and the settings of the model.
 
-A Policy is a model in training; a Snapshot is the model at one version, for sampling. A run uses
+A Policy is a model in training; `sampling.Snapshot` is the model at one version, for sampling. A run uses
 `tinker.TinkerPolicy`; `scripted.ScriptedPolicy` is a policy without a model, for tests without a server.
 """
 
@@ -11,15 +11,13 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
-from pydantic import BeforeValidator, Field, StrictInt, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from tinsmith.chat.request import PromptTooLong
-from tinsmith.plurals import counted
 from tinsmith.rl.ending.duration import seconds_of
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.chat import ChatCodec, Messages
+from tinsmith.rl.policy.chat import ChatCodec
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.policy.training_rows import TrainingRow
-from tinsmith.rl.types import Tokens, Turn
 from tinsmith.settings import Settings
 
 
@@ -63,52 +61,6 @@ class ModelConfig(Settings):
         if self.load_from and shape:
             raise ValueError(f"load_from determines the adapter; remove {', '.join(sorted(shape))}")
         return self
-
-
-class SamplingConfig(Settings):
-    """Sampling of replies."""
-
-    max_tokens: int = Field(default=512, ge=1)
-    """Maximum number of tokens of a reply."""
-    max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Maximum number of tokens of a prompt; rollouts with a longer one fail. Not set: the limit of the server."""
-    max_total_tokens: int | None = Field(default=None, ge=2)
-    """Maximum number of tokens of prompt and reply together: a longer prompt leaves a shorter reply, and rollouts whose
-    prompt leaves none fail. Not set: the limit of the server."""
-    temperature: float = Field(default=1.0, ge=0)
-    """Sampling temperature; 0 is greedy. At 1 the sampler draws from the policy that is trained; for other values see
-    algorithm.old_logprobs."""
-    top_p: float = Field(default=1.0, ge=0, le=1)
-    """Nucleus sampling: sample from the most likely tokens with this total probability; 0 is greedy."""
-    top_k: int = Field(default=-1, ge=-1)
-    """Sample from this many most likely tokens; -1: all."""
-    stop: tuple[str | StrictInt, ...] | None = None
-    """Strings or token ids, or one of them, that end a reply. Not set: the model's end-of-turn tokens. Empty: only
-    max_tokens."""
-
-    @field_validator("stop")
-    @classmethod
-    def _check_stop(cls, stop: tuple[str | int, ...] | None) -> tuple[str | int, ...] | None:
-        if stop and len({type(text_or_token) for text_or_token in stop}) > 1:
-            raise ValueError("stop takes strings or token ids, not both")
-        if stop and "" in stop:
-            raise ValueError("a stop string is empty: give text")
-        return stop
-
-    def max_reply(self, prompt_tokens: int) -> int:
-        """Maximum number of tokens of a reply to a prompt of this length."""
-        room = self.max_tokens if self.max_total_tokens is None else self.max_total_tokens - prompt_tokens
-        return min(self.max_tokens, room)
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether equal prompts get equal replies."""
-        return self.temperature == 0 or self.top_p == 0
-
-    @property
-    def restricts(self) -> bool:
-        """Whether some tokens are never sampled, so that the sampling distribution is not softmax(logits / T)."""
-        return self.temperature == 0 or self.top_p < 1 or self.top_k > 0
 
 
 ClientLoss = Callable[[Sequence[Any]], tuple[Any, dict[str, float]]]
@@ -186,58 +138,6 @@ class AuxiliaryAdapter(Protocol):
     async def save(self, name: str, ttl_seconds: int | None) -> str:
         """Save weights and optimizer. Returns the path of the checkpoint."""
         ...
-
-
-Prompt = Messages | Tokens
-
-
-class Snapshot(Protocol):
-    """The weights of a policy at one version, for sampling. Immutable."""
-
-    @property
-    def version(self) -> int:
-        """Number of updates of the weights."""
-        ...
-
-    @property
-    def chat(self) -> ChatCodec:
-        """The chat codec of the model."""
-        ...
-
-    async def sample(self, prompt: Prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:
-        """Sample `count` replies to a chat or to tokens, deterministically by `seed`.
-
-        A Turn in the chat is encoded as its own tokens, so that the prompt extends it. Raises PromptTooLong.
-        """
-        ...
-
-    async def open_model(self, name: str) -> Snapshot:
-        """Open another model of this server: a base model by name, or a tinker:// path."""
-        ...
-
-    async def logprobs(self, tokens: Tokens, last: int | None = None) -> np.ndarray:
-        """Return logprobs of tokens 1 to N at temperature 1, float32 [N], for N + 1 tokens.
-
-        With `last`, return only those of the last tokens, float32 [last]; the server may have cached the others.
-        """
-        ...
-
-    async def next_logprobs(self, tokens: Sequence[int], ids: Sequence[int]) -> np.ndarray:
-        """Return the logprobs at temperature 1 of K ids as the token after `tokens`, float32 [K]."""
-        ...
-
-    async def top_logprobs(self, tokens: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the `count` likeliest tokens after `tokens`, int64 [K], and their logprobs at temperature 1,
-        float32 [K]. K is smaller than `count` if the vocabulary is."""
-        ...
-
-    def pinned(self) -> Snapshot:
-        """Return a snapshot of one version: of a snapshot that follows the newest weights, the weights of now."""
-        return self
-
-    def wrapped(self, wrap: Callable[[Snapshot], Snapshot]) -> Snapshot:
-        """Return this snapshot with `wrap` around the one that sends its requests."""
-        return wrap(self)
 
 
 class SamplingClients(Protocol):
@@ -359,24 +259,3 @@ class Policy(Protocol):
     async def close(self) -> None:
         """End the session."""
         ...
-
-
-def request_seed(run_seed: int, *place: int) -> int:
-    """Return the 31-bit seed of a sampling request, derived from the run's seed and the request's place in the run."""
-    return int(np.random.SeedSequence((run_seed, *place)).generate_state(1)[0] & 0x7FFFFFFF)
-
-
-def check_prompt_length(prompt: Sequence[int], sampling: SamplingConfig) -> None:
-    """Raise PromptTooLong if the prompt is longer than max_prompt_tokens, or leaves no room for a reply."""
-    if sampling.max_reply(len(prompt)) < 1:
-        raise PromptTooLong(
-            f"The prompt has {counted(len(prompt), 'token')}, and sampling.max_total_tokens is "
-            f"{sampling.max_total_tokens}, so that there is no room for a reply.",
-            "Raise it, or shorten the task.",
-        )
-    if sampling.max_prompt_tokens is not None and len(prompt) > sampling.max_prompt_tokens:
-        raise PromptTooLong(
-            f"The prompt has {counted(len(prompt), 'token')}, sampling.max_prompt_tokens is "
-            f"{sampling.max_prompt_tokens}.",
-            "Raise it, or shorten the task.",
-        )

@@ -21,7 +21,7 @@ from tinsmith.chat.strict_json import parse_json
 from tinsmith.chat.tool_calls.formats import ToolCallFormat, marker_texts, tool_call_format
 from tinsmith.chat.tool_calls.parser import parse_reply
 from tinsmith.errors import BadRequest, UserError
-from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
+from tinsmith.rl.policy.sampling import SamplingConfig, Snapshot, request_seed
 from tinsmith.rl.types import EncodedPrompt, Image, Message, Turn
 
 PROMPT_END = 32

@@ -9,17 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import TracebackType
 from weakref import WeakSet
 
-import numpy as np
-from typing_extensions import override
-
-from tinsmith.rl.policy.base import Prompt, SamplingConfig, Snapshot
-from tinsmith.rl.policy.wrapper import SnapshotWrapper
-from tinsmith.rl.types import Tokens, Turn
+from tinsmith.rl.policy.sampling import Sample, SampleRequest, SampleResult, Snapshot
 
 
 class AttemptClock:
@@ -101,7 +96,14 @@ class RequestLimit:
         if clock is not None:
             self._clocks.add(clock)
             clock.suspend(self._suspended)
-        return snapshot.wrapped(lambda inner: LimitedSnapshot(inner, self, clock))
+
+        async def limited(request: SampleRequest, sample: Sample) -> SampleResult:
+            async with self.place(clock):
+                result = await sample(request)
+            self.sampled_tokens += sum(len(turn.tokens) for turn in result.turns)
+            return result
+
+        return snapshot.around_each_request(limited)
 
     @asynccontextmanager
     async def place(self, clock: AttemptClock | None) -> AsyncIterator[None]:
@@ -121,40 +123,6 @@ class RequestLimit:
             self._places.release()
             if clock is not None:
                 clock.count(running=-1)
-
-
-class LimitedSnapshot(SnapshotWrapper):
-    """A snapshot whose requests take places of a RequestLimit."""
-
-    def __init__(self, snapshot: Snapshot, limit: RequestLimit, clock: AttemptClock | None) -> None:
-        super().__init__(snapshot)
-        self._limit, self._clock = limit, clock
-
-    @override
-    async def sample(self, prompt: Prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:
-        async with self._limit.place(self._clock):
-            turns = await self._snapshot.sample(prompt, count=count, seed=seed, sampling=sampling)
-        self._limit.sampled_tokens += sum(len(turn.tokens) for turn in turns)
-        return turns
-
-    @override
-    async def open_model(self, name: str) -> Snapshot:
-        return self._limit.around(await self._snapshot.open_model(name), self._clock)
-
-    @override
-    async def logprobs(self, tokens: Tokens, last: int | None = None) -> np.ndarray:
-        async with self._limit.place(self._clock):
-            return await self._snapshot.logprobs(tokens, last)
-
-    @override
-    async def next_logprobs(self, tokens: Sequence[int], ids: Sequence[int]) -> np.ndarray:
-        async with self._limit.place(self._clock):
-            return await self._snapshot.next_logprobs(tokens, ids)
-
-    @override
-    async def top_logprobs(self, tokens: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
-        async with self._limit.place(self._clock):
-            return await self._snapshot.top_logprobs(tokens, count)
 
 
 class TokenRates:

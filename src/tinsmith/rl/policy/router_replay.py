@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import httpx
 
 from tinsmith.errors import ConfigError, TinsmithError
+from tinsmith.rl.policy.sampling import Sample, SampleRequest, SampleResult
 from tinsmith.rl.policy.sdk import CONNECT_SECONDS
 
 SESSION_METADATA = {"routed_experts": "record"}
@@ -27,6 +29,13 @@ class RoutedExperts:
         self._client = httpx.AsyncClient(
             base_url=base_url, headers={"X-API-Key": api_key}, timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_SECONDS)
         )
+
+    async def add_records(self, request: SampleRequest, sample: Sample) -> SampleResult:
+        """Middleware: adds its record to each reply."""
+        result = await sample(request)
+        records = await self.of(result.sequence_ids) if result.sequence_ids else []
+        pairs = zip(result.turns, records, strict=True)
+        return replace(result, turns=tuple(replace(turn, routed_experts=record) for turn, record in pairs))
 
     async def of(self, sequence_ids: Sequence[str]) -> list[str]:
         """The record of each sequence with its prompt (`routed_experts.to_text`); empty for one without."""

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from typing_extensions import override
@@ -24,16 +24,25 @@ from tinsmith.rl.policy.base import (
     AuxiliaryAdapter,
     CheckpointInfo,
     Policy,
-    Prompt,
-    SamplingConfig,
-    Snapshot,
     Update,
     UpdateResult,
-    check_prompt_length,
 )
 from tinsmith.rl.policy.chat import ChatCodec, Messages
+from tinsmith.rl.policy.sampling import (
+    Middleware,
+    ModelVersion,
+    NextLogprobs,
+    PromptLogprobs,
+    SampleRequest,
+    SampleResult,
+    Snapshot,
+    check_prompt_length,
+    encoded,
+    rendering,
+    through,
+)
 from tinsmith.rl.policy.training_rows import TrainingRow
-from tinsmith.rl.types import EncodedPrompt, Message, Tokens, Turn
+from tinsmith.rl.types import EncodedPrompt, Message, Turn
 
 END = 0
 """Token that ends a reply."""
@@ -97,84 +106,97 @@ class CharacterCodec(ChatCodec):
 class ScriptedSnapshot(Snapshot):
     """One version of the logits over the replies."""
 
-    def __init__(self, replies: Sequence[str], logits: np.ndarray, version: int) -> None:
-        """`logits` is float64 [R]."""
-        self._replies, self._version = replies, version
-        self._logits = logits.copy()
+    def __init__(self, replies: Sequence[str], logits: np.ndarray, version: int, *middleware: Middleware) -> None:
+        """`logits` is float64 [R]. `middleware` is around each request."""
+        texts, logits = tuple(replies), logits.copy()
 
-    @property
-    @override
-    def version(self) -> int:
-        return self._version
+        async def send(request: SampleRequest) -> SampleResult:
+            tokens = encoded(request.prompt, CharacterCodec()).tokens
+            match request.logprobs:
+                case PromptLogprobs(last=last):
+                    return SampleResult(logprobs=_prompt_logprobs(texts, logits, tokens, last))
+                case NextLogprobs() as scored:
+                    return _next_logprobs(texts, logits, scored)
+                case None:
+                    return SampleResult(turns=_turns(texts, logits, tokens, request, version))
 
-    @property
-    @override
-    def chat(self) -> CharacterCodec:
-        return CharacterCodec()
+        async def open_model(name: str) -> ScriptedSnapshot:
+            return ScriptedSnapshot(texts, np.zeros(len(texts)), 0, *middleware)
 
-    @override
-    async def sample(self, prompt: Prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:
-        """Replies sampled from softmax(logits / temperature); the first token carries the logprob of the reply."""
-        logprobs = _log_softmax(self._logits / (sampling.temperature or 1.0))
-        tokens = _tokens(prompt)
-        check_prompt_length(tokens, sampling)
-        if not sampling.is_greedy:
-            choices = np.random.default_rng(abs(seed)).choice(len(logprobs), size=count, p=np.exp(logprobs))
-        else:
-            choices = np.full(count, int(np.argmax(self._logits)))
-        return tuple(self._turn(tokens, int(reply), logprobs, sampling) for reply in choices)
+        sample = through(send, rendering(CharacterCodec()), check_prompt_length, *middleware)
+        super().__init__(ModelVersion(version=version, chat=CharacterCodec(), sample=sample, open_model=open_model))
 
-    @override
-    async def open_model(self, name: str) -> ScriptedSnapshot:
-        """A snapshot with equal probabilities of all replies, for every name."""
-        return ScriptedSnapshot(self._replies, np.zeros(len(self._replies)), 0)
 
-    @override
-    async def logprobs(self, tokens: Tokens, last: int | None = None) -> np.ndarray:
-        """float32 [N]: the logprob of the reply that ends `tokens`, at its first token; 0 elsewhere."""
-        tokens = _tokens(tokens)
-        reply_logprobs = _log_softmax(self._logits)
-        logprobs = np.zeros(len(tokens) - 1, np.float32)
-        for reply, text in enumerate(self._replies):
-            reply_tokens = [*map(ord, text), END]
-            if list(tokens[-len(reply_tokens) :]) == reply_tokens:
-                logprobs[len(tokens) - len(reply_tokens) - 1] = reply_logprobs[reply]
-        return logprobs if last is None else logprobs[-last:]
+def _turns(
+    replies: Sequence[str], logits: np.ndarray, prompt: tuple[int, ...], request: SampleRequest, version: int
+) -> tuple[Turn, ...]:
+    """Replies sampled from softmax(logits / temperature); the first token carries the logprob of the reply."""
+    sampling = request.sampling
+    logprobs = _log_softmax(logits / (sampling.temperature or 1.0))
+    if not sampling.is_greedy:
+        generator = np.random.default_rng(abs(request.seed))
+        choices = generator.choice(len(logprobs), size=request.count, p=np.exp(logprobs))
+    else:
+        choices = np.full(request.count, int(np.argmax(logits)))
+    limit = sampling.max_reply(len(prompt))
+    return tuple(
+        reply_turn(prompt, replies[reply], float(logprobs[reply]), limit, version) for reply in map(int, choices)
+    )
 
-    @override
-    async def next_logprobs(self, tokens: Sequence[int], ids: Sequence[int]) -> np.ndarray:
-        """float32 [K]: as `top_logprobs`; -inf for tokens that begin no reply."""
-        first = dict(zip(*await self.top_logprobs(tokens, len(self._replies)), strict=True))
-        return np.array([first.get(token, -np.inf) for token in ids], np.float32)
 
-    @override
-    async def top_logprobs(self, tokens: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
-        """The first tokens of the replies, after all `tokens`."""
-        begins: dict[int, float] = {}
-        for text, logprob in zip(self._replies, _log_softmax(self._logits), strict=True):
-            token = ord(text[0]) if text else END
-            begins[token] = float(np.logaddexp(begins.get(token, -np.inf), logprob))
-        best = sorted(begins, key=lambda token: -begins[token])[:count]
-        return np.array(best, np.int64), np.array([begins[token] for token in best], np.float32)
+def reply_turn(prompt: tuple[int, ...], reply: str, logprob: float, limit: int, version: int) -> Turn:
+    """A reply of at most `limit` tokens, whose first token carries its logprob."""
+    tokens = (*map(ord, reply), END)[:limit]
+    return Turn(
+        prompt=prompt,
+        tokens=tokens,
+        logprobs=(logprob, *[0.0] * (len(tokens) - 1)),
+        text="".join(map(chr, tokens)).rstrip(chr(END)),
+        stop="stop" if tokens[-1] == END else "length",
+        version=version,
+    )
 
-    def _turn(self, prompt: tuple[int, ...], reply: int, logprobs: np.ndarray, sampling: SamplingConfig) -> Turn:
-        tokens = (*map(ord, self._replies[reply]), END)[: sampling.max_reply(len(prompt))]
-        return Turn(
-            prompt=prompt,
-            tokens=tokens,
-            logprobs=(float(logprobs[reply]), *[0.0] * (len(tokens) - 1)),
-            text="".join(map(chr, tokens)).rstrip(chr(END)),
-            stop="stop" if tokens[-1] == END else "length",
-            version=self._version,
-        )
+
+def _prompt_logprobs(
+    replies: Sequence[str], logits: np.ndarray, tokens: tuple[int, ...], last: int | None
+) -> np.ndarray:
+    """float32 [N]: the logprob of the reply that ends `tokens`, at its first token; 0 elsewhere."""
+    reply_logprobs = _log_softmax(logits)
+    logprobs = np.zeros(len(tokens) - 1, np.float32)
+    for reply, text in enumerate(replies):
+        reply_tokens = (*map(ord, text), END)
+        if tokens[-len(reply_tokens) :] == reply_tokens:
+            logprobs[len(tokens) - len(reply_tokens) - 1] = reply_logprobs[reply]
+    return logprobs if last is None else logprobs[-last:]
+
+
+def _next_logprobs(replies: Sequence[str], logits: np.ndarray, scored: NextLogprobs) -> SampleResult:
+    """The first tokens of the replies, after any prompt; -inf for tokens that begin none."""
+    begins: dict[int, float] = {}
+    for text, logprob in zip(replies, _log_softmax(logits), strict=True):
+        token = ord(text[0]) if text else END
+        begins[token] = float(np.logaddexp(begins.get(token, -np.inf), logprob))
+    ids = scored.ids or tuple(sorted(begins, key=lambda token: -begins[token])[: scored.top])
+    logprobs = np.array([begins.get(token, -np.inf) for token in ids], np.float32)
+    return SampleResult(ids=np.array(ids, np.int64), logprobs=logprobs)
 
 
 class ScriptedPolicy(Policy):
     """Logits over the replies, in training."""
 
-    def __init__(self, replies: Sequence[str], folder: Path, *, state: str = "", version: int = 0) -> None:
-        """`folder` stores checkpoints; `state` is the path of a checkpoint to resume from."""
+    def __init__(
+        self,
+        replies: Sequence[str],
+        folder: Path,
+        *,
+        state: str = "",
+        version: int = 0,
+        middleware: Sequence[Middleware] = (),
+    ) -> None:
+        """`folder` stores checkpoints; `state` is the path of a checkpoint to resume from. `middleware` is around each
+        sampling request: a function that waits, or raises, makes a slow or an unreliable server."""
         self._replies, self._folder, self._version = tuple(replies), folder, version
+        self._middleware = tuple(middleware)
         self._logits = np.array(json.loads(Path(state).read_text())) if state else np.zeros(len(replies))
         self._gradient = np.zeros_like(self._logits)
 
@@ -189,8 +211,8 @@ class ScriptedPolicy(Policy):
         return CharacterCodec()
 
     @override
-    async def snapshot(self) -> ScriptedSnapshot:
-        return ScriptedSnapshot(self._replies, self._logits, self._version)
+    async def snapshot(self) -> Snapshot:
+        return self._sampled(self._logits, self._version)
 
     @override
     async def accumulate(self, update: Update) -> UpdateResult:
@@ -238,9 +260,9 @@ class ScriptedPolicy(Policy):
         return frozenset()
 
     @override
-    async def open_model(self, name: str) -> ScriptedSnapshot:
+    async def open_model(self, name: str) -> Snapshot:
         """A snapshot with equal probabilities of all replies, for every name."""
-        return ScriptedSnapshot(self._replies, np.zeros(len(self._replies)), 0)
+        return self._sampled(np.zeros(len(self._replies)), 0)
 
     @override
     async def auxiliary_adapter(self, rank: int, seed: int, state: str = "") -> ScriptedAuxiliaryAdapter:
@@ -277,8 +299,8 @@ class ScriptedPolicy(Policy):
         return await self.save(f"{name}-sampling", ttl_seconds)
 
     @override
-    async def open_checkpoint(self, path: str, version: int) -> ScriptedSnapshot:
-        return ScriptedSnapshot(self._replies, np.array(json.loads(Path(path).read_text())), version)
+    async def open_checkpoint(self, path: str, version: int) -> Snapshot:
+        return self._sampled(np.array(json.loads(Path(path).read_text())), version)
 
     @override
     async def delete_checkpoint(self, path: str) -> None:
@@ -287,6 +309,9 @@ class ScriptedPolicy(Policy):
     @override
     async def close(self) -> None:
         pass
+
+    def _sampled(self, logits: np.ndarray, version: int) -> Snapshot:
+        return ScriptedSnapshot(self._replies, logits, version, *self._middleware)
 
     def _row_logprobs(self, row: TrainingRow, logprobs_R: np.ndarray) -> np.ndarray:
         """float32 [N]: the logprob of the row's reply, at its first token; 0 elsewhere."""
@@ -383,13 +408,6 @@ def _gradients(update: Update, logprobs: Sequence[np.ndarray]) -> tuple[float, l
         for p, inputs in zip(logprobs, update.inputs, strict=True)
     ]
     return float(sum(gradient_N.sum() for gradient_N in gradients)), gradients, {}
-
-
-def _tokens(prompt: Prompt) -> tuple[int, ...]:
-    if isinstance(prompt, EncodedPrompt):
-        return prompt.tokens
-    parts = [part for part in prompt if not isinstance(part, int)]
-    return tuple(CharacterCodec().prompt(parts)) if parts else tuple(int(cast(int, part)) for part in prompt)
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ from tinker.lib.internal_client_holder import InternalClientHolder
 
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.policy.queue_notice import QueueNotice
+from tinsmith.rl.policy.sampling import Sample, SampleRequest, SampleResult
 
 PING_SECONDS = 5.0
 """Time between two health checks, and their time limit."""
@@ -63,6 +64,12 @@ class ServerWatch:
         if self.is_away and (loop := self._loop) is not None:
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._return)
+
+    async def report(self, request: SampleRequest, sample: Sample) -> SampleResult:
+        """Middleware: reports requests that succeed."""
+        result = await sample(request)
+        self.succeeded()
+        return result
 
     async def persist(self, call: Callable[[], Awaitable[T]]) -> T:
         """The result of `call`, which is repeated while the server is away; it may be executed twice."""

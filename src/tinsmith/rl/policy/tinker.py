@@ -22,9 +22,10 @@ from tinsmith.rl.policy.base import AuxiliaryAdapter, CheckpointInfo, ModelConfi
 from tinsmith.rl.policy.chat import Chat
 from tinsmith.rl.policy.queue_notice import QueueNotice
 from tinsmith.rl.policy.router_replay import SESSION_METADATA, RoutedExperts, check_routers
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.policy.sdk import Capabilities, adam_params, capabilities, open_session, translate_errors
 from tinsmith.rl.policy.server_watch import ServerWatch
-from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients, TinkerSnapshot, load_chat
+from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients, load_chat
 from tinsmith.rl.policy.training_rows import TrainingRow
 
 
@@ -106,7 +107,7 @@ class TinkerPolicy(Policy):
         self._sampling = TinkerSamplingClients(service, chat, config.name, watch, experts, server)
         self.watch, self._router_replay = watch, config.router_replay
         self._version, self._base_model, self._extensions = version, config.name, server.extensions
-        self._snapshot: TinkerSnapshot | None = None
+        self._snapshot: Snapshot | None = None
         self._saving: Awaitable[tinker.SamplingClient] | None = None
         """Sampling client of the current version, requested together with its update."""
         self.address = address
@@ -166,13 +167,13 @@ class TinkerPolicy(Policy):
         return self._chat
 
     @override
-    async def snapshot(self) -> TinkerSnapshot:
+    async def snapshot(self) -> Snapshot:
         """A sampling session on the current version; calls at the same version return the same object."""
         if self._snapshot is None or self._snapshot.version != self._version:
             async with translate_errors("saving weights for sampling"):
                 saving, self._saving = self._saving or self._client.save_weights_and_get_sampling_client(), None
                 client = await saving
-            self._snapshot = TinkerSnapshot(client, self._chat, self._version, self._sampling)
+            self._snapshot = self._sampling.snapshot(client, self._version)
         return self._snapshot
 
     @override
@@ -271,7 +272,7 @@ class TinkerPolicy(Policy):
         return self._extensions
 
     @override
-    async def open_model(self, name: str) -> TinkerSnapshot:
+    async def open_model(self, name: str) -> Snapshot:
         return await self._sampling.open_model(name)
 
     @override
@@ -338,7 +339,7 @@ class TinkerPolicy(Policy):
             return (await self._client.save_weights_for_sampler(name, ttl_seconds=ttl_seconds)).path
 
     @override
-    async def open_checkpoint(self, path: str, version: int) -> TinkerSnapshot:
+    async def open_checkpoint(self, path: str, version: int) -> Snapshot:
         return await self._sampling.open_checkpoint(path, version)
 
     @override

@@ -6,7 +6,7 @@ Modes explore and bench use this without a model in training.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -14,109 +14,117 @@ import tinker
 from typing_extensions import override
 
 from tinsmith.errors import ConfigError, Unsupported
-from tinsmith.rl.policy.base import (
-    ModelConfig,
-    Prompt,
-    SamplingClients,
-    SamplingConfig,
-    Snapshot,
-    check_prompt_length,
-)
+from tinsmith.rl.policy.base import ModelConfig, SamplingClients
 from tinsmith.rl.policy.chat import Chat, read_template
 from tinsmith.rl.policy.images import ImageEncoder, model_input
 from tinsmith.rl.policy.queue_notice import QueueNotice
 from tinsmith.rl.policy.router_replay import SESSION_METADATA, RoutedExperts, check_routers
+from tinsmith.rl.policy.sampling import (
+    Middleware,
+    ModelVersion,
+    NextLogprobs,
+    PromptLogprobs,
+    SampleRequest,
+    SampleResult,
+    Snapshot,
+    check_prompt_length,
+    rendering,
+    through,
+)
 from tinsmith.rl.policy.sdk import Capabilities, capabilities, end_session, open_session, translate_errors
 from tinsmith.rl.policy.server_watch import ServerWatch
-from tinsmith.rl.types import EncodedPrompt, Tokens, Turn
+from tinsmith.rl.types import EncodedPrompt, Turn
 
 
-class TinkerSnapshot(Snapshot):
-    """A sampling session on one version of the weights."""
+def sampling_model(
+    client: tinker.SamplingClient,
+    chat: Chat,
+    version: int,
+    open_model: Callable[[str], Awaitable[Snapshot]],
+    *middleware: Middleware,
+) -> Snapshot:
+    """A sampling session of the SDK, whose requests pass through `middleware` once they are encoded and checked."""
 
-    def __init__(self, client: tinker.SamplingClient, chat: Chat, version: int, clients: TinkerSamplingClients) -> None:
-        self._client, self._chat, self._version, self._clients = client, chat, version, clients
+    async def send(request: SampleRequest) -> SampleResult:
+        prompt = request.prompt
+        assert isinstance(prompt, EncodedPrompt)
+        match request.logprobs:
+            case PromptLogprobs(last=last):
+                return await _prompt_logprobs(client, prompt, last)
+            case NextLogprobs(ids=ids) if ids:
+                return await _next_logprobs(client, prompt.tokens, ids)
+            case NextLogprobs(top=count):
+                return await _top_logprobs(client, prompt.tokens, min(count, chat.vocabulary))
+            case None:
+                return await _replies(client, chat, version, prompt, request)
 
-    @property
-    @override
-    def version(self) -> int:
-        return self._version
+    sample = through(send, rendering(chat), check_prompt_length, *middleware)
+    return Snapshot(ModelVersion(version=version, chat=chat, sample=sample, open_model=open_model))
 
-    @property
-    @override
-    def chat(self) -> Chat:
-        return self._chat
 
-    @override
-    async def sample(self, prompt: Prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:
-        encoded = _encoded(prompt, self._chat)
-        check_prompt_length(encoded.tokens, sampling)
-        params = tinker.SamplingParams(
-            max_tokens=sampling.max_reply(len(encoded.tokens)),
-            seed=seed,
-            stop=cast(Any, None if sampling.stop is None else list(sampling.stop)),
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
+async def _replies(
+    client: tinker.SamplingClient, chat: Chat, version: int, prompt: EncodedPrompt, request: SampleRequest
+) -> SampleResult:
+    sampling = request.sampling
+    params = tinker.SamplingParams(
+        max_tokens=sampling.max_reply(len(prompt)),
+        seed=request.seed,
+        stop=cast(Any, None if sampling.stop is None else list(sampling.stop)),
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+    )
+    async with translate_errors("sampling"):
+        response = await client.sample(model_input(prompt), request.count, params)
+    turns = tuple(
+        Turn(
+            prompt=prompt.tokens,
+            tokens=tuple(sequence.tokens),
+            logprobs=tuple(sequence.logprobs or ()),
+            text=chat.text(sequence.tokens, sampling.stop),
+            stop="stop" if sequence.stop_reason == "stop" else "length",
+            version=version,
+            images=prompt.images,
         )
-        async with translate_errors("sampling"):
-            response = await self._client.sample(model_input(encoded), count, params)
-        self._clients.watch.succeeded()
-        records = await self._clients.routed_experts(response.sequences)
-        return tuple(
-            Turn(
-                prompt=encoded.tokens,
-                tokens=tuple(sequence.tokens),
-                logprobs=tuple(sequence.logprobs or ()),
-                text=self._chat.text(sequence.tokens, sampling.stop),
-                stop="stop" if sequence.stop_reason == "stop" else "length",
-                version=self._version,
-                routed_experts=record,
-                images=encoded.images,
-            )
-            for sequence, record in zip(response.sequences, records, strict=True)
-        )
+        for sequence in response.sequences
+    )
+    return SampleResult(turns=turns, sequence_ids=tuple(sequence.sequence_id for sequence in response.sequences))
 
-    @override
-    async def open_model(self, name: str) -> TinkerSnapshot:
-        return await self._clients.open_model(name)
 
-    @override
-    async def logprobs(self, tokens: Tokens, last: int | None = None) -> np.ndarray:
-        async with translate_errors("computing logprobs"):
-            logprobs = await self._client.compute_logprobs(model_input(tokens), prompt_logprobs_last_n=last)
-        logprobs = logprobs[1:] if last is None else logprobs[-last:]  # the first token has none
-        return np.array([0.0 if logprob is None else logprob for logprob in logprobs], np.float32)
+async def _prompt_logprobs(client: tinker.SamplingClient, prompt: EncodedPrompt, last: int | None) -> SampleResult:
+    async with translate_errors("computing logprobs"):
+        logprobs = await client.compute_logprobs(model_input(prompt), prompt_logprobs_last_n=last)
+    logprobs = logprobs[1:] if last is None else logprobs[-last:]  # the first token has none
+    return SampleResult(logprobs=np.array([0.0 if logprob is None else logprob for logprob in logprobs], np.float32))
 
-    @override
-    async def next_logprobs(self, tokens: Sequence[int], ids: Sequence[int]) -> np.ndarray:
-        """One prefill: a token is appended, and the ids are scored at its position."""
-        prompt = tinker.ModelInput.from_ints([*tokens, tokens[-1]])
-        targets = tinker.TensorData(
-            data=list(ids),
-            dtype="int64",
-            shape=[len(tokens), len(ids)],
-            sparse_crow_indices=[0] * len(tokens) + [len(ids)],
-            sparse_col_indices=list(range(len(ids))),
-        )
-        params = tinker.SamplingParams(max_tokens=1)
-        async with translate_errors("computing logprobs of given tokens"):
-            response = await self._client.sample(prompt, 1, params, target_prompt_logprobs=targets)
-        if response.target_prompt_logprobs is None:
-            raise _not_returned("target_prompt_logprobs")
-        return response.target_prompt_logprobs.to_numpy()[-1].astype(np.float32)
 
-    @override
-    async def top_logprobs(self, tokens: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
-        prompt, params = tinker.ModelInput.from_ints(list(tokens)), tinker.SamplingParams(max_tokens=1)
-        k = min(count, self._chat.vocabulary)
-        async with translate_errors("computing the likeliest tokens"):
-            response = await self._client.sample(prompt, 1, params, topk_sample_logprobs=k)
-        top = response.sequences[0].topk_logprobs
-        if not top or not top[0]:
-            raise _not_returned("topk_sample_logprobs")
-        ids, logprobs = zip(*top[0], strict=True)
-        return np.array(ids, np.int64), np.array(logprobs, np.float32)
+async def _next_logprobs(client: tinker.SamplingClient, tokens: Sequence[int], ids: Sequence[int]) -> SampleResult:
+    """One prefill: a token is appended, and the ids are scored at its position."""
+    prompt = tinker.ModelInput.from_ints([*tokens, tokens[-1]])
+    targets = tinker.TensorData(
+        data=list(ids),
+        dtype="int64",
+        shape=[len(tokens), len(ids)],
+        sparse_crow_indices=[0] * len(tokens) + [len(ids)],
+        sparse_col_indices=list(range(len(ids))),
+    )
+    params = tinker.SamplingParams(max_tokens=1)
+    async with translate_errors("computing logprobs of given tokens"):
+        response = await client.sample(prompt, 1, params, target_prompt_logprobs=targets)
+    if response.target_prompt_logprobs is None:
+        raise _not_returned("target_prompt_logprobs")
+    return SampleResult(logprobs=response.target_prompt_logprobs.to_numpy()[-1].astype(np.float32))
+
+
+async def _top_logprobs(client: tinker.SamplingClient, tokens: Sequence[int], count: int) -> SampleResult:
+    prompt, params = tinker.ModelInput.from_ints(list(tokens)), tinker.SamplingParams(max_tokens=1)
+    async with translate_errors("computing the likeliest tokens"):
+        response = await client.sample(prompt, 1, params, topk_sample_logprobs=count)
+    top = response.sequences[0].topk_logprobs
+    if not top or not top[0]:
+        raise _not_returned("topk_sample_logprobs")
+    ids, logprobs = zip(*top[0], strict=True)
+    return SampleResult(ids=np.array(ids, np.int64), logprobs=np.array(logprobs, np.float32))
 
 
 class TinkerSamplingClients(SamplingClients):
@@ -135,7 +143,12 @@ class TinkerSamplingClients(SamplingClients):
         says of itself, which is logged if it speaks against a base model that is opened."""
         self._service, self._chat, self._base_model, self.watch = service, chat, base_model, watch
         self._experts, self._server = experts, server
-        self._peers: dict[str, TinkerSnapshot] = {}
+        self._peers: dict[str, Snapshot] = {}
+
+    def snapshot(self, client: tinker.SamplingClient, version: int, chat: Chat | None = None) -> Snapshot:
+        """A sampling session of this session; `chat` is that of another base model."""
+        records = () if self._experts is None else (self._experts.add_records,)
+        return sampling_model(client, chat or self._chat, version, self.open_model, *records, self.watch.report)
 
     @classmethod
     async def connect(
@@ -167,14 +180,14 @@ class TinkerSamplingClients(SamplingClients):
         return self._chat
 
     @override
-    async def open_model(self, name: str) -> TinkerSnapshot:
+    async def open_model(self, name: str) -> Snapshot:
         """Weights to sample from, by name or tinker:// path; later calls with the same name return the same object."""
         if name not in self._peers:
             async with translate_errors(f"opening {name} for sampling"):
                 client = await self.watch.persist(lambda: self._open(name))
                 same_base = name.startswith("tinker://") or name == self._base_model
                 chat = self._chat if same_base else await _own_chat(await load_tokenizer(self._service, name, client))
-            self._peers[name] = TinkerSnapshot(client, chat, 0, self)
+            self._peers[name] = self.snapshot(client, 0, chat)
             if name != self._base_model:
                 self._server.warn(name)
         return self._peers[name]
@@ -188,20 +201,14 @@ class TinkerSamplingClients(SamplingClients):
         return await training.save_weights_and_get_sampling_client()
 
     @override
-    async def open_checkpoint(self, path: str, version: int) -> TinkerSnapshot:
+    async def open_checkpoint(self, path: str, version: int) -> Snapshot:
         async with translate_errors(f"opening {path} for sampling"):
             client = await self.watch.persist(lambda: self._service.create_sampling_client(model_path=path))
-        return TinkerSnapshot(client, self._chat, version, self)
+        return self.snapshot(client, version)
 
     @override
     def on_outage(self, notify: Callable[[bool], None]) -> None:
         self.watch.on_change.append(notify)
-
-    async def routed_experts(self, sequences: Sequence[tinker.SampledSequence]) -> list[str]:
-        """The record of each sequence with its prompt; empty if none is recorded."""
-        if self._experts is None:
-            return [""] * len(sequences)
-        return await self._experts.of([sequence.sequence_id for sequence in sequences])
 
     @override
     async def close(self) -> None:
@@ -260,10 +267,3 @@ def _tokenizer(config: ModelConfig, client: tinker.TrainingClient) -> Any:
     except (OSError, ValueError) as error:
         source = config.tokenizer or f"the tokenizer that the server names for {config.name}"
         raise ConfigError(f"Cannot load {source}: {error}", "Set model.tokenizer.") from error
-
-
-def _encoded(prompt: Prompt, chat: Chat) -> EncodedPrompt:
-    if isinstance(prompt, EncodedPrompt):
-        return prompt
-    parts = [part for part in prompt if not isinstance(part, int)]
-    return chat.encode(parts) if parts else EncodedPrompt(tokens=tuple(int(cast(int, part)) for part in prompt))

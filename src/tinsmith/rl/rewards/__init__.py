@@ -15,7 +15,7 @@ from pydantic import Field
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.guards.user_code import run_user_code
-from tinsmith.rl.policy.base import Snapshot
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.rewards.base import Reward, Score, all_correct
 from tinsmith.rl.rewards.compared import score_by
 from tinsmith.rl.rewards.countdown import Countdown

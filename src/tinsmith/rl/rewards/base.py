@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from tinsmith.rl.policy.base import Snapshot
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.types import Rollout, Task
 from tinsmith.settings import Settings
 

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from tinsmith.imports import import_object
 from tinsmith.processes.time_limit import call_with_limit
-from tinsmith.rl.policy.base import Snapshot
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.rewards.base import Reward, Score
 from tinsmith.rl.scoring.pool import ScoringPool
 from tinsmith.rl.types import Rollout, Task

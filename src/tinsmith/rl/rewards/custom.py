@@ -19,7 +19,7 @@ from tinsmith.rl.plugins import (
     path_text,
     validated,
 )
-from tinsmith.rl.policy.base import Snapshot
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.rewards.base import Reward, RewardValue, Score
 from tinsmith.rl.scoring.pool import ScoringPool
 from tinsmith.rl.types import Rollout, Task

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import override
 
-from tinsmith.rl.policy.base import Snapshot
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.policy.training_rows import count_policy_tokens
 from tinsmith.rl.rewards.base import Reward
 from tinsmith.rl.types import Rollout, Task

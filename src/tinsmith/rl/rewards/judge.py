@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from tinsmith.plurals import counted
-from tinsmith.rl.policy.base import SamplingConfig, Snapshot
+from tinsmith.rl.policy.sampling import SamplingConfig, Snapshot
 from tinsmith.rl.rewards.base import Reward, Score
 from tinsmith.rl.types import Message, Rollout, Task
 from tinsmith.settings import Settings

@@ -19,14 +19,14 @@ from functools import partial
 
 from tinsmith.errors import TinsmithError
 from tinsmith.plurals import counted
-from tinsmith.rl.policy.base import SamplingConfig, Snapshot
+from tinsmith.rl.policy.sampling import SamplingConfig, Snapshot
 from tinsmith.rl.rollouts.coordination import ChangeNotifier
 from tinsmith.rl.rollouts.failures import FailureLimit, errors_of, most_frequent
 from tinsmith.rl.rollouts.filters import GroupFilters
 from tinsmith.rl.rollouts.progress import Batch, BatchInProgress
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.task_draws import TaskDraws
-from tinsmith.rl.rollouts.weight_sync import LiveSnapshot, PublishedWeights, SyncConfig, WeightSource
+from tinsmith.rl.rollouts.weight_sync import PublishedWeights, SyncConfig, WeightSource
 from tinsmith.rl.types import Group
 from tinsmith.rl.workflows.base import Workflow
 
@@ -169,7 +169,8 @@ class BatchProducer:
         elif sync.refreshes_before(number, previous, offset):
             await self._changes.until(lambda: not self._in_flight)
             self._current = await self._weights.newer(self._current.step)
-        snapshot = LiveSnapshot(self._weights) if sync.style == "live" else self._current.snapshot
+        is_live, newest = sync.style == "live", self._weights.newest
+        snapshot = Snapshot.following(lambda: newest().snapshot) if is_live else self._current.snapshot
         return snapshot, self._current.step
 
     async def _start_batch(self, number: int, snapshot: Snapshot, step: int) -> None:

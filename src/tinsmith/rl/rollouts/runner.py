@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from tinsmith.rl.guards.user_code import Stuck, bounded, describe, is_fault, run_user_code
-from tinsmith.rl.policy.base import Snapshot, request_seed
 from tinsmith.rl.policy.request_limit import AttemptClock, RequestLimit
+from tinsmith.rl.policy.sampling import Snapshot, request_seed
 from tinsmith.rl.rollouts.failures import CANCELLED
 from tinsmith.rl.types import Group, Rollout, Task
 from tinsmith.rl.workflows.base import Workflow

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from tinsmith.rl.ending.stop import StopSignal
-from tinsmith.rl.policy.base import Snapshot
-from tinsmith.rl.policy.wrapper import RecomputingSnapshot
+from tinsmith.rl.policy.sampling import Snapshot, recomputing
 from tinsmith.rl.rollouts.buffers.base import Buffer
 from tinsmith.rl.rollouts.coordination import CoordinationNotes, SamplerStatus, WeightRecord
 from tinsmith.rl.rollouts.producer import BatchProducer, SamplingPlan
@@ -53,7 +52,7 @@ class SamplingLoop:
         buffer, with the status that is then written."""
 
         async def open_recomputing(record: WeightRecord) -> Snapshot:
-            return RecomputingSnapshot(await open_weights(record), plan.recomputes)
+            return (await open_weights(record)).around(recomputing(plan.recomputes))
 
         self._buffer, self._notes, self._sync, self._on_batch = buffer, notes, plan.sync, on_batch
         self._draws = draws

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.data.tasks import TaskSampler
-from tinsmith.rl.policy.base import request_seed
+from tinsmith.rl.policy.sampling import request_seed
 from tinsmith.rl.rollouts import coordination
 from tinsmith.rl.rollouts.buffers.base import Buffer
 from tinsmith.rl.rollouts.progress import Batch, BatchInProgress

@@ -9,20 +9,18 @@ other styles take the newest published weights at certain times; each group reco
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol
 
-import numpy as np
 from pydantic import Field
 from typing_extensions import override
 
 from tinsmith.errors import TinsmithError
 from tinsmith.plurals import counted
-from tinsmith.rl.policy.base import Policy, Prompt, SamplingConfig, Snapshot
-from tinsmith.rl.policy.chat import ChatCodec
+from tinsmith.rl.policy.base import Policy
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.rollouts.coordination import CoordinationNotes, WeightRecord
-from tinsmith.rl.types import Tokens, Turn
 from tinsmith.settings import Needs, Settings
 
 
@@ -169,56 +167,6 @@ class WeightSubscriber(WeightSource):
             if time.monotonic() > end:
                 raise TinsmithError(f"{error} within {counted(self._timeout, 'second')}.", self._hint)
             await self._notes.wait(seen)
-
-
-class LiveSnapshot(Snapshot):
-    """Snapshot that uses the newest weights for each request."""
-
-    def __init__(self, weights: WeightSource, wrap: Callable[[Snapshot], Snapshot] = lambda snapshot: snapshot) -> None:
-        """`wrap`: applied to the weights of each request."""
-        self._weights, self._wrap = weights, wrap
-
-    @property
-    @override
-    def version(self) -> int:
-        return self._weights.newest().snapshot.version
-
-    @property
-    @override
-    def chat(self) -> ChatCodec:
-        return self._weights.newest().snapshot.chat
-
-    @override
-    async def sample(self, prompt: Prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:
-        """Each turn records the version that sampled it."""
-        return await self._newest().sample(prompt, count=count, seed=seed, sampling=sampling)
-
-    @override
-    def wrapped(self, wrap: Callable[[Snapshot], Snapshot]) -> Snapshot:
-        return LiveSnapshot(self._weights, wrap)
-
-    @override
-    async def open_model(self, name: str) -> Snapshot:
-        return await self._newest().open_model(name)
-
-    @override
-    async def logprobs(self, tokens: Tokens, last: int | None = None) -> np.ndarray:
-        return await self._newest().logprobs(tokens, last)
-
-    @override
-    async def next_logprobs(self, tokens: Sequence[int], ids: Sequence[int]) -> np.ndarray:
-        return await self._newest().next_logprobs(tokens, ids)
-
-    @override
-    async def top_logprobs(self, tokens: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
-        return await self._newest().top_logprobs(tokens, count)
-
-    @override
-    def pinned(self) -> Snapshot:
-        return self._newest()
-
-    def _newest(self) -> Snapshot:
-        return self._weights.newest().snapshot.wrapped(self._wrap)
 
 
 class WeightPublisher:

@@ -18,8 +18,9 @@ from tinsmith.rl.data.tasks import TaskSampler
 from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.ending.until import EndCondition
 from tinsmith.rl.evaluate import Evaluator
-from tinsmith.rl.policy.base import Policy, Snapshot
+from tinsmith.rl.policy.base import Policy
 from tinsmith.rl.policy.request_limit import RequestLimit, TokenRates
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.record import monitors
 from tinsmith.rl.record.monitors.base import RunInfo

@@ -18,8 +18,9 @@ from tinsmith.rl.data.demonstrations import check_pair
 from tinsmith.rl.data.tasks import HeldOutTasks, TaskSampler, TasksConfig, split
 from tinsmith.rl.environments.mixture import mixture_workflow, split_environments
 from tinsmith.rl.evaluate import EvalConfig
-from tinsmith.rl.policy.base import Policy, SamplingConfig
+from tinsmith.rl.policy.base import Policy
 from tinsmith.rl.policy.chat import ChatCodec
+from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.record.metrics import is_partial
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rollouts.filters import GroupFilters

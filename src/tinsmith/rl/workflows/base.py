@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from tinsmith.rl.guards.user_code import describe, is_fault, run_user_code
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
-from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
+from tinsmith.rl.policy.sampling import SamplingConfig, Snapshot, request_seed
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rewards.base import RewardValue, Score, all_correct
 from tinsmith.rl.shadow.service import ShadowService

@@ -14,7 +14,7 @@ from typing_extensions import override
 from tinsmith.chat.request import PromptTooLong
 from tinsmith.rl.guards.user_code import describe, is_fault
 from tinsmith.rl.plugins import OWN_KEYS, Arguments, ImportPath, check_signature, import_object, path_text, validated
-from tinsmith.rl.policy.base import Snapshot
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.types import Rollout, Task
 from tinsmith.rl.workflows.base import (
     NO_REWARD,

@@ -15,7 +15,7 @@ from typing_extensions import override
 from tinsmith.chat.request import PromptTooLong
 from tinsmith.rl.guards.user_code import describe, is_fault
 from tinsmith.rl.plugins import await_if_needed, check_signature, import_object
-from tinsmith.rl.policy.base import Snapshot
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.types import Rollout, Task, Termination, Turn
 from tinsmith.rl.workflows.base import IndependentRollouts, Workflow, WorkflowContext, WorkflowOptions, score_turns
 from tinsmith.rl.workflows.conversation import Conversation

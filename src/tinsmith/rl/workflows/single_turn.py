@@ -8,7 +8,7 @@ from typing import Literal
 
 from typing_extensions import override
 
-from tinsmith.rl.policy.base import Snapshot
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.types import Message, Rollout, Task
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOptions, score_turns
 

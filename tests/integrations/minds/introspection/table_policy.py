@@ -8,7 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
-from tinsmith.rl.policy.base import SamplingConfig, Snapshot
+from tinsmith.rl.policy.sampling import (
+    ModelVersion,
+    PromptLogprobs,
+    SampleRequest,
+    SampleResult,
+    SamplingConfig,
+    Snapshot,
+)
 from tinsmith.rl.policy.scripted import END, CharacterCodec
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.types import Turn
@@ -20,10 +27,11 @@ VOCABULARY = 128
 class TablePolicy(Snapshot):
     """Replies with fixed texts; the distribution after each prefix is drawn from a hash of the prefix."""
 
-    version = 3
-    chat = CharacterCodec()
-
     def __init__(self, *replies: str, fails: bool = False) -> None:
+        async def open_model(name: str) -> Snapshot:
+            raise NotImplementedError(name)
+
+        super().__init__(ModelVersion(version=3, chat=CharacterCodec(), sample=self._answer, open_model=open_model))
         self.replies, self.fails = replies, fails
         self.requests = 0
 
@@ -39,9 +47,24 @@ class TablePolicy(Snapshot):
             [self.distribution([ord(c) for c in context + text[:at]])[ord(text[at])] for at in range(len(text))]
         )
 
-    async def sample(self, prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:
-        assert count == len(self.replies)
-        tokens = tuple(self.chat.prompt(prompt))
+    async def _answer(self, request: SampleRequest) -> SampleResult:
+        if request.logprobs is None:
+            return SampleResult(turns=self._turns(request))
+        self.requests += 1
+        if self.fails:
+            raise ConnectionError("the server is away")
+        tokens = [int(token) for token in request.prompt]
+        if isinstance(request.logprobs, PromptLogprobs):
+            begin = 1 if request.logprobs.last is None else len(tokens) - request.logprobs.last
+            logprobs = [self.distribution(tokens[:at])[tokens[at]] for at in range(begin, len(tokens))]
+            return SampleResult(logprobs=np.array(logprobs, np.float32))
+        distribution = self.distribution(tokens)
+        ids = np.array(request.logprobs.ids or np.argsort(-distribution)[: request.logprobs.top], np.int64)
+        return SampleResult(ids=ids, logprobs=distribution[ids].astype(np.float32))
+
+    def _turns(self, request: SampleRequest) -> tuple[Turn, ...]:
+        assert request.count == len(self.replies)
+        tokens = tuple(self.chat.prompt(request.prompt))
         return tuple(
             Turn(
                 prompt=tokens,
@@ -53,26 +76,6 @@ class TablePolicy(Snapshot):
             )
             for text in self.replies
         )
-
-    async def logprobs(self, tokens, last=None):
-        self._request()
-        begin = 1 if last is None else len(tokens) - last
-        return np.array([self.distribution(tokens[:at])[tokens[at]] for at in range(begin, len(tokens))], np.float32)
-
-    async def next_logprobs(self, tokens, ids):
-        self._request()
-        return self.distribution(tokens)[list(ids)].astype(np.float32)
-
-    async def top_logprobs(self, tokens, count):
-        self._request()
-        logprobs = self.distribution(tokens)
-        ids = np.argsort(-logprobs)[:count]
-        return ids.astype(np.int64), logprobs[ids].astype(np.float32)
-
-    def _request(self) -> None:
-        self.requests += 1
-        if self.fails:
-            raise ConnectionError("the server is away")
 
 
 def context() -> WorkflowContext:

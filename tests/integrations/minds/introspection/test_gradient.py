@@ -19,8 +19,8 @@ from tinsmith.integrations.minds.introspection.gradient_choice import CATEGORIES
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.environments.registry import EnvironmentConfig
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
-from tinsmith.rl.policy.base import SamplingConfig
-from tinsmith.rl.policy.scripted import CharacterCodec, ScriptedSnapshot
+from tinsmith.rl.policy.sampling import Sample, SampleRequest, SampleResult, SamplingConfig
+from tinsmith.rl.policy.scripted import CharacterCodec, ScriptedSnapshot, reply_turn
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.shadow.config import ShadowConfig
 from tinsmith.rl.shadow.records import ProbeDelta, ShadowGroup
@@ -57,9 +57,10 @@ def rollouts(
 ) -> tuple[Rollout, ...]:
     """A rollout of the task for each reply of the scripted policy, in their order."""
 
-    class InOrder(ScriptedSnapshot):
-        async def sample(self, prompt: Any, *, count: int, seed: int, sampling: SamplingConfig) -> Any:
-            return tuple([self._turn((1, 2), at, np.zeros(len(replies)), sampling) for at in range(len(replies))])
+    async def in_order(request: SampleRequest, sample: Sample) -> SampleResult:
+        del sample
+        limit = request.sampling.max_tokens
+        return SampleResult(turns=tuple(reply_turn((1, 2), reply, 0.0, limit, server.version) for reply in replies))
 
     async def main() -> tuple[Rollout, ...]:
         context = WorkflowContext(
@@ -69,7 +70,7 @@ def rollouts(
             store={} if store is None else store,
             shadow=ShadowService(ShadowConfig(gather_seconds=0), server),
         )
-        snapshot = InOrder(replies, np.zeros(len(replies)), server.version)
+        snapshot = ScriptedSnapshot(replies, np.zeros(len(replies)), server.version, in_order)
         return await options.make(context).run(task, snapshot, count=len(replies), seed=1)
 
     return asyncio.run(main())

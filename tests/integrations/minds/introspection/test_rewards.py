@@ -220,17 +220,16 @@ def test_failed_requests_fail_the_call(environment):
         rollouts_of(environment, environment.tasks()[0], "1 2 3 4 5", policy=TablePolicy("1 2 3 4 5", fails=True))
 
 
-def test_failed_request_of_a_score_fails_its_rollout(monkeypatch):
+def test_failed_request_of_a_score_fails_its_rollout():
     policy = TablePolicy("1 2 3 4 5", "nothing")
-    compute = TablePolicy.logprobs
 
-    async def after_two(self, tokens, last=None):
-        values = await compute(self, tokens, last)
-        self.fails = self.requests >= 2
-        return values
+    async def until_two(request, sample):
+        result = await sample(request)
+        policy.fails = policy.requests >= 2
+        return result
 
-    monkeypatch.setattr(TablePolicy, "logprobs", after_two)
-    failed, invalid = rollouts_of(GhostTrace(), GhostTrace().tasks()[0], *policy.replies, policy=policy)
+    failing = policy.around(until_two)
+    failed, invalid = rollouts_of(GhostTrace(), GhostTrace().tasks()[0], *policy.replies, policy=failing)
     assert failed.error == "reward: ConnectionError: the server is away"
     assert (invalid.error, invalid.reward) == ("", -10.0)
 

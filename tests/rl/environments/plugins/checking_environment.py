@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from tinsmith.rl.environments.base import EnvironmentOptions
 from tinsmith.rl.plugins import environment, reward, workflow
-from tinsmith.rl.policy.base import Snapshot
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.types import Message, Rollout, Task
 from tinsmith.rl.workflows.base import IndependentRollouts, Workflow, WorkflowContext
 from tinsmith.rl.workflows.conversation import Conversation

@@ -227,9 +227,7 @@ def fails_from(version: int, folder: Path):
     class Gone(ScriptedPolicy):
         async def snapshot(self):
             snapshot = await super().snapshot()
-            if self.version >= version:
-                snapshot.sample = self.gone
-            return snapshot
+            return snapshot.around(self.gone) if self.version >= version else snapshot
 
         async def gone(self, *args, **options):
             raise ConnectionError("gone for good")

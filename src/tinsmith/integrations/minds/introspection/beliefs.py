@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tinsmith.errors import TinsmithError
-from tinsmith.rl.policy.base import Snapshot
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.types import Message
 
 _RESOLUTION = 1e-6

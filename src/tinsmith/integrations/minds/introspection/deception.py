@@ -20,7 +20,7 @@ from tinsmith.integrations.minds.introspection.beliefs import user
 from tinsmith.rl.data.row_mapping import RowMapping
 from tinsmith.rl.data.row_sources import Jsonl
 from tinsmith.rl.environments.base import EnvironmentOptions
-from tinsmith.rl.policy.base import Snapshot
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.types import Rollout, Task, Trajectory
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 

@@ -23,7 +23,7 @@ from tinsmith.integrations.minds.introspection.beliefs import normalized_entropy
 from tinsmith.integrations.minds.introspection.parsing import exact_number, labelled, probability
 from tinsmith.integrations.minds.introspection.reflection import Reflection, ReflectionWorkflow
 from tinsmith.rl.environments.base import EnvironmentOptions
-from tinsmith.rl.policy.base import Snapshot
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.types import Message, Task
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 

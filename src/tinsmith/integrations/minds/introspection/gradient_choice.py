@@ -28,7 +28,7 @@ from typing_extensions import override
 from tinsmith.integrations.minds.introspection.beliefs import assistant, user
 from tinsmith.integrations.minds.introspection.reflection import Reflection, ReflectionWorkflow
 from tinsmith.rl.environments.base import EnvironmentOptions
-from tinsmith.rl.policy.base import Snapshot
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.shadow.records import ShadowText
 from tinsmith.rl.shadow.service import ShadowService, required
 from tinsmith.rl.types import Task

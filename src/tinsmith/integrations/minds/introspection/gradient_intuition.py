@@ -35,8 +35,7 @@ from tinsmith.rl.data.row_mapping import LazySequence
 from tinsmith.rl.environments.base import EnvironmentOptions
 from tinsmith.rl.environments.custom import CustomEnvironment
 from tinsmith.rl.environments.tasks import TasksEnvironment
-from tinsmith.rl.policy.base import Prompt, SamplingConfig, Snapshot
-from tinsmith.rl.policy.wrapper import SnapshotWrapper
+from tinsmith.rl.policy.sampling import Middleware, Sample, SampleRequest, SampleResult, Snapshot
 from tinsmith.rl.shadow.records import ShadowText
 from tinsmith.rl.shadow.service import ShadowService, required
 from tinsmith.rl.shadow.statistics import Moments, ProbeStatistics, moments_of
@@ -206,9 +205,8 @@ class GradientIntuitionWorkflow(Workflow):
             return None
         inner = replace(task, messages=_inner_messages(task))
         try:
-            (rollout,) = await self._inner.run(
-                inner, _SingleReply(policy, replace(turn, text=reply.answer)), count=1, seed=seed
-            )
+            answering = policy.around(_single_reply(replace(turn, text=reply.answer)))
+            (rollout,) = await self._inner.run(inner, answering, count=1, seed=seed)
         except Exception as error:  # noqa: BLE001  user code: the error is recorded with the rollout
             return Rollout.single((turn,)).failed(f"inner environment: {type(error).__name__}: {error}")
         return rollout
@@ -277,22 +275,21 @@ class GradientIntuitionWorkflow(Workflow):
         )
 
 
-class _SingleReply(SnapshotWrapper):
-    """A snapshot that samples a fixed reply, once."""
+def _single_reply(turn: Turn) -> Middleware:
+    """A fixed reply, once."""
+    left = [turn]
 
-    def __init__(self, snapshot: Snapshot, turn: Turn) -> None:
-        super().__init__(snapshot)
-        self._turn: Turn | None = turn
-
-    @override
-    async def sample(self, prompt: Prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:
-        turn, self._turn = self._turn, None
-        if turn is None or count != 1:
+    async def reply(request: SampleRequest, sample: Sample) -> SampleResult:
+        if not request.count:
+            return await sample(request)
+        if not left or request.count != 1:
             raise UserError(
                 "gradient_intuition wraps environments with one reply for each rollout; this one samples more.",
                 "Choose another inner environment.",
             )
-        return (turn,)
+        return SampleResult(turns=(left.pop(),))
+
+    return reply
 
 
 async def _nothing() -> list[float]:

@@ -34,7 +34,7 @@ from tinsmith.integrations.minds.introspection.parsing import ranking, single_nu
 from tinsmith.integrations.minds.introspection.reflection import Reflection, ReflectionWorkflow
 from tinsmith.rl.data.row_mapping import user_task
 from tinsmith.rl.environments.base import EnvironmentOptions
-from tinsmith.rl.policy.base import Snapshot
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.types import Message, Task
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 

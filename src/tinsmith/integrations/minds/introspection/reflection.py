@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from typing_extensions import override
 
-from tinsmith.rl.policy.base import Snapshot
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.types import Rollout, Task, Trajectory, Turn
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 

@@ -21,7 +21,7 @@ from tinsmith.integrations.minds.introspection.parsing import answer_number, exa
 from tinsmith.integrations.minds.introspection.reflection import Reflection, ReflectionWorkflow
 from tinsmith.rl.data.row_mapping import LazySequence
 from tinsmith.rl.environments.base import EnvironmentOptions
-from tinsmith.rl.policy.base import Snapshot
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.types import Message, Task
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 

@@ -20,8 +20,8 @@ from typing_extensions import override
 from tinsmith.chat.request import PromptTooLong
 from tinsmith.errors import Unsupported, UserError
 from tinsmith.integrations.rllm.records import ModelOutput, TerminationEvent, TerminationReason, ToolCall
-from tinsmith.rl.policy.base import SamplingConfig, Snapshot
 from tinsmith.rl.policy.chat_session import AgentChatRequest, ChatSession, invalid_request
+from tinsmith.rl.policy.sampling import SamplingConfig, Snapshot
 from tinsmith.rl.types import Message, Turn
 
 Messages = Sequence[Mapping[str, Any]]

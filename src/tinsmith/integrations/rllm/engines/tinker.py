@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import tinker
@@ -14,36 +15,32 @@ from tinsmith.chat.request import PromptTooLong
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.integrations.rllm.engines.base import SnapshotEngine, parameters_by_mode, random_seed, sampling_config
 from tinsmith.plurals import counted
-from tinsmith.rl.policy.base import Prompt, SamplingConfig
 from tinsmith.rl.policy.chat import Chat
 from tinsmith.rl.policy.chat_session import ChatSession
+from tinsmith.rl.policy.sampling import Middleware, Sample, SampleRequest, SampleResult
 from tinsmith.rl.policy.sdk import capabilities, check_reachable, end_session, translate_errors
 from tinsmith.rl.policy.server_watch import ServerWatch
-from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients, TinkerSnapshot, load_tokenizer
-from tinsmith.rl.policy.wrapper import SnapshotWrapper
-from tinsmith.rl.types import Turn
+from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients, load_tokenizer
 
 RECORDED_REPLIES = 16_384
 """Replies that an engine remembers, to extend their conversations without encoding them again."""
 
 
-class LengthLimitedSnapshot(SnapshotWrapper):
-    """A snapshot whose prompts and replies have at most `max_length - 1` tokens together."""
+def length_limit(max_length: int) -> Middleware:
+    """Prompts and replies have at most `max_length - 1` tokens together."""
 
-    def __init__(self, snapshot: TinkerSnapshot, max_length: int | None) -> None:
-        super().__init__(snapshot)
-        self._max_length = max_length
+    async def limited(request: SampleRequest, sample: Sample) -> SampleResult:
+        room = max_length - 1 - len(request.prompt)
+        if not request.count:
+            return await sample(request)
+        if room < 1:
+            raise PromptTooLong(
+                f"The prompt has {counted(len(request.prompt), 'token')}, max_model_length is {max_length}."
+            )
+        sampling = request.sampling.model_copy(update={"max_tokens": min(request.sampling.max_tokens, room)})
+        return await sample(replace(request, sampling=sampling))
 
-    @override
-    async def sample(self, prompt: Prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:
-        if self._max_length is not None:
-            room = self._max_length - 1 - len(prompt)
-            if room < 1:
-                raise PromptTooLong(
-                    f"The prompt has {counted(len(prompt), 'token')}, max_model_length is {self._max_length}."
-                )
-            sampling = sampling.model_copy(update={"max_tokens": min(sampling.max_tokens, room)})
-        return await self._snapshot.sample(prompt, count=count, seed=seed, sampling=sampling)
+    return limited
 
 
 class TinkerEngine(SnapshotEngine):
@@ -134,8 +131,10 @@ class TinkerEngine(SnapshotEngine):
         self._client = client
         chat = Chat(self.tokenizer, values=self._template_values)
         clients = TinkerSamplingClients(service, chat, self.model_name, ServerWatch())
-        snapshot = TinkerSnapshot(client, chat, self.weight_version, clients)
-        self.bind(LengthLimitedSnapshot(snapshot, self.max_model_length), self._seed)
+        snapshot = clients.snapshot(client, self.weight_version)
+        if self.max_model_length is not None:
+            snapshot = snapshot.around(length_limit(self.max_model_length))
+        self.bind(snapshot, self._seed)
 
     async def _connect(self) -> tinker.ServiceClient:
         url = self._base_url or os.environ.get("TINKER_BASE_URL", "")

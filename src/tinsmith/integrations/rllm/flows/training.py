@@ -23,8 +23,8 @@ from tinsmith.integrations.rllm.training import MAX_THREADS, scored
 from tinsmith.plurals import counted
 from tinsmith.rl.plugins import ImportPath
 from tinsmith.rl.policy.agent_endpoint import AgentSession
-from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.policy.chat_session import ChatSession
+from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.types import Rollout, Turn
 from tinsmith.rl.types import Task as RunTask
 from tinsmith.rl.workflows.base import IndependentRollouts, Workflow, WorkflowContext, WorkflowOptions

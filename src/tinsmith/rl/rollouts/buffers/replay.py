@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from tinsmith.rl.policy.base import request_seed
+from tinsmith.rl.policy.sampling import request_seed
 from tinsmith.rl.rollouts.buffers.base import Buffer
 from tinsmith.rl.rollouts.progress import Batch
 from tinsmith.settings import Needs, Settings
