@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
-from tests import forkserver, lost_cancellations
+from tests import certificates, forkserver, lost_cancellations
 
 pytest_plugins = ["tests.conformance.summary", "tests.object_stores"]
 
@@ -27,6 +28,7 @@ hypothesis_settings.load_profile("steady")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+certificates.replace()
 lost_cancellations.mend()
 # A shell that starts the tests in the background has them ignore Ctrl-C, and with them each program that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -57,6 +59,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(marker.name in UNLIMITED for marker in item.iter_markers()):
             item.add_marker(pytest.mark.timeout(0))
+
+
+def pytest_collection_finish() -> None:
+    """Each later garbage collection would visit the objects of all modules and tests, which stay."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -99,8 +107,7 @@ def forking_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def forked_programs(forking_python: str) -> Iterator[str]:
     """Programs that are started with sys.executable start fast. Yields the path of the ordinary Python."""
     ordinary = sys.executable
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", forking_python)
+    with forkserver.in_place(forking_python):
         yield ordinary
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests import certificates
 from tests.service.support.databases import free_port
 
 COOKBOOK = "tinker-cookbook==0.6.1"
@@ -55,7 +56,7 @@ def install_cookbook(folder: Path) -> Path:
     ours = sysconfig.get_path("purelib")  # with its own .pth files, such as that of an editable installation
     (Path(inside.stdout.strip()) / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
     for arguments in (["--no-deps", COOKBOOK], [*ITS_NEEDS]):
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *arguments], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *arguments], env=certificates.SYSTEM, check=True)
     return python
 
 

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 
 @contextmanager
 def python(folder: Path) -> Iterator[str]:
@@ -33,3 +35,11 @@ def python(folder: Path) -> Iterator[str]:
             yield str(client)
         finally:
             process.terminate()
+
+
+@contextmanager
+def in_place(path: str) -> Iterator[None]:
+    """Programs that are started with sys.executable during the block are those of the Python at `path`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", path)
+        yield

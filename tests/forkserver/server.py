@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import fcntl
 import gc
 import os
@@ -11,9 +12,11 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 MAX_DESCRIPTORS = 64
 PARKED = 1000
@@ -31,7 +34,9 @@ def preload() -> None:
     import tinsmith.runner
     import tinsmith.service.server  # noqa: F401
     from tests import lost_cancellations
+    from tinsmith.dialects import dialects
 
+    dialects()
     lost_cancellations.mend()
     assert len(os.listdir("/proc/self/task")) == 1, "a thread does not survive a fork"
     gc.collect()
@@ -49,7 +54,35 @@ def main() -> None:
     print("ready", flush=True)
     program = serve(listener)
     sys.executable = executable
-    program()
+    end(program)
+
+
+def end(program: Callable[[], None]) -> NoReturn:
+    """Run a program and end this process as Python does, but without taking down the modules, which takes 0.4 s."""
+    status, interrupted = 0, False
+    try:
+        program()
+    except SystemExit as error:
+        match error.code:
+            case None:
+                pass
+            case int():
+                status = error.code
+            case message:
+                print(message, file=sys.stderr)
+                status = 1
+    except BaseException as error:  # noqa: BLE001 (as Python does)
+        sys.excepthook(type(error), error, error.__traceback__)
+        status, interrupted = 1, isinstance(error, KeyboardInterrupt)
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(status & 0xFF)
 
 
 def serve(listener: socket.socket) -> Callable[[], None]:

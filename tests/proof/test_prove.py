@@ -17,7 +17,7 @@ from tinsmith.proof.work import Address, Record, run_work
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
 RECORD = Record(
     tokens=(7,), sampled_logprobs=(-1.0,), trained_logprobs=(-1.0,), metrics=(2.0,), final_logprobs=(-0.5, -0.25)

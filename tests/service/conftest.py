@@ -84,7 +84,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # fake engines with two thre
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, database: str) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory, database: str, forked_programs: str) -> Iterator[Served]:
     """A service with a fake engine: models `toy`, `alias` (the same source) and `other/model`."""
     data = tmp_path_factory.mktemp("served")
     models = ("toy", "alias=toy", "other/model=else")

@@ -26,7 +26,7 @@ from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 from tinsmith.service.wire.protobuf import pb
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
 MIB = 2**20
 

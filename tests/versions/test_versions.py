@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import certificates
 from tinsmith.engine.config import cache_folder
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
@@ -39,7 +40,7 @@ def python_with(version: str) -> Path:
     if not (folder / "ready").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True)
         install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
-        subprocess.run([*install, f"tinker=={version}"], check=True)
+        subprocess.run([*install, f"tinker=={version}"], env=certificates.SYSTEM, check=True)
         [packages] = folder.glob("lib/python*/site-packages")
         shared = site.getsitepackages()[0]
         (packages / "shared.pth").write_text(f"{shared}\n")  # listed last, so the SDK of the venv is imported

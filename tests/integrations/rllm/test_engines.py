@@ -19,6 +19,8 @@ from tinsmith.rl.policy.scripted import END
 from tinsmith.rl.types import Image, PlacedImage, Turn
 from tinsmith.rllm import OpenAIEngine, Step, TerminationEvent, TerminationReason, TinkerEngine
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 USER = {"role": "user", "content": "2 + 3?"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
 

@@ -19,6 +19,8 @@ from tests.docs.test_pages import ROOT
 from tests.integrations.rllm.flows import engine
 from tinsmith.rllm import AgentWorkflowEngine, DatasetRegistry, Episode, countdown_reward_fn
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 TASK = {"question": "Reach 6 from 1, 2, 3.", "target": 6, "nums": [1, 2, 3]}
 RIGHT, WRONG = "1 + 2 + 3", "1 + 2"
 SCRIPTS = ROOT / "examples" / "solver_judge_tinker"

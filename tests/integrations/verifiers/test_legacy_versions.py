@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import certificates
 from tinsmith.engine.config import cache_folder
 
 pytestmark = pytest.mark.slow
@@ -24,7 +25,7 @@ def python_with(version: str) -> Path:
         [packages] = folder.glob("lib/python*/site-packages")
         (packages / "shared.pth").write_text(f"{site.getsitepackages()[0]}\n")  # listed last, so the venv's come first
         install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
-        subprocess.run([*install, f"verifiers=={version}"], check=True)
+        subprocess.run([*install, f"verifiers=={version}"], env=certificates.SYSTEM, check=True)
         (folder / "ready").touch()
     return python
 

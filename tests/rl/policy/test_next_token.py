@@ -20,7 +20,7 @@ from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
 TOKENS = [1, 40, 50, 60, 70, 80]
 

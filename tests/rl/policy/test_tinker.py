@@ -29,6 +29,8 @@ from tinsmith.rl.types import Group, Message, Rollout, Task
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 PROMPT = (Message(role="user", content="What is 39 + 13?"),)
 SAMPLING = SamplingConfig(max_tokens=5)
 MODEL = ModelConfig(name="tiny", rank=4)

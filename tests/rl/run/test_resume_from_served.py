@@ -23,7 +23,7 @@ from tinsmith.rl.run.state import METADATA_KEY, State, read_state
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
 Address = tuple[str, str]
 

@@ -27,7 +27,7 @@ from tinsmith.rl.shadow.tinker import TinkerShadowServer, text_datum
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
 T = TypeVar("T")
 RATE = 2e-5

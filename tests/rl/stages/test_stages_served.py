@@ -18,6 +18,8 @@ from tinsmith.rl.stages import run_stages
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 STAGES = """
 - {name: text, algorithm: {type: cpt}, demonstrations: {data: {type: jsonl, path: PATH, prompt: "{text}"}, learn: text}}
 - {name: chats, algorithm: {type: sft}, demonstrations: {data: {type: jsonl, path: PATH, prompt: "{chat}"}, learn: all}}

@@ -21,6 +21,8 @@ from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 from tinsmith.service.limits.bodies import SMALL_BYTES, prompt_limit
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 MIB = 2**20
 CONTEXT = 32_768
 

@@ -17,6 +17,8 @@ from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 from tinsmith.service.openai.response_items import chat_messages
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 TOOL: Any = {
     "type": "function",
     "name": "add",

@@ -19,6 +19,8 @@ from tests.service.conftest import Served
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 HI = [{"role": "user", "content": "What is 39 + 13?"}]
 
 

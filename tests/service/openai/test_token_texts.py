@@ -19,6 +19,8 @@ from tinsmith.chat.detokenizer import REPLACEMENT
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 KINDS = ("byte_level", "llama2", "gemma", "t5")
 
 

@@ -19,6 +19,8 @@ from tinsmith.integrations.verifiers.package import importable_name
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 vf = pytest.importorskip("verifiers.v1")
 
 DUEL = Path(__file__).parents[2] / "integrations" / "verifiers" / "packages" / "duel.py"

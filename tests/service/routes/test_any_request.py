@@ -22,6 +22,8 @@ from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 from tools.reference import openapi
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 MODEL = "spm"
 FEW = settings(
     max_examples=25, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)

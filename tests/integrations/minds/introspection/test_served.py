@@ -26,7 +26,7 @@ from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
 
 @pytest.fixture(scope="module")
