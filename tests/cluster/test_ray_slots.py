@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import RayCluster
+from tinsmith.engine.adapters.access import check_folder
 from tinsmith.engine.base import SampleRequest
-from tinsmith.engine.cluster.plan import check_folder
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.processes.client import RemoteEngine, start_engine
 from tinsmith.engine.processes.tls import Identity

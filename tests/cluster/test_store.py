@@ -20,9 +20,9 @@ import pytest
 from tests.cluster.conftest import RayCluster
 from tests.cluster.hidden import blind_python, can_hide
 from tests.service.support.inprocess import Api, api, trained
+from tinsmith.engine.adapters.access import fault_of_store
+from tinsmith.engine.adapters.store import ObjectStore
 from tinsmith.engine.cluster.config import ClusterConfig
-from tinsmith.engine.cluster.objects import ObjectStore
-from tinsmith.engine.cluster.plan import fault_of_store
 from tinsmith.engine.processes.slots import LocalSlot, read_file
 from tinsmith.service.engines.clusters import ClusterFactory, engine_factory
 from tinsmith.service.storage.records import Checkpoint, Model

@@ -18,7 +18,7 @@ from sqlalchemy import func, select
 from tests.faults.clients import Tenant
 from tests.faults.reference import digest
 from tests.service.support.databases import beside
-from tinsmith.engine.cluster.objects import Manifest, MissingObjectError, ObjectStore
+from tinsmith.engine.adapters.store import Manifest, MissingObjectError, ObjectStore
 from tinsmith.service.storage.tables import CHECKPOINTS, OBJECTS, REQUESTS
 
 TIDY_S = 100.0

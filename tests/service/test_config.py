@@ -34,6 +34,8 @@ def test_models_accepts_a_single_string() -> None:
         ({"sampler": "vllm", "vllm": {"rank": 24}}, "vllm.rank"),
         ({"sampler": "vllm", "quantize": "4bit"}, "vllm.args: .--quantization, bitsandbytes"),
         ({"sampler": "vllm", "vllm": {"args": ["--data-parallel-size", "2"]}}, "use --samplers"),
+        ({"sampler": "vllm", "vllm": {"args": ["--port", "8000"]}}, "is for Tinsmith to set"),
+        ({"sampler": "vllm", "vllm": {"args": ["--served-model-name=m"]}}, "is for Tinsmith to set"),
         ({"sampler": "vllm", "vllm": {"devices": "0"}, "cluster": {"samplers": 2}}, "vllm.devices"),
         ({"sampler": "vllm", "vllm": {"args": ["-tp", "2"]}, "cluster": {"samplers": 2}}, "use cluster.sampler_gpus"),
         ({"cluster": {"samplers": 2, "sampler_gpus": 2}}, "needs cluster.samplers and sampler: vllm"),

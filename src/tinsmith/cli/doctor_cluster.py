@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from itertools import pairwise
 
 from tinsmith.cli.doctor import GIB, Finding
-from tinsmith.engine.cluster.plan import check_folder, check_store, without_sight
+from tinsmith.engine.adapters.access import check_folder, check_store, without_sight
 from tinsmith.errors import TinsmithError
 from tinsmith.plurals import counted
 from tinsmith.service.config import ServeConfig

@@ -10,7 +10,7 @@ from tinsmith.errors import ConfigError
 def build(config: EngineConfig) -> Engine:
     """Load an engine in this process. Raises ConfigError or Unsupported if the model cannot be served."""
     if config.sampler == "vllm":
-        raise ConfigError("sampler: vllm needs processes of its own.", "Use engine.vllm.engine.VllmEngine.start.")
+        raise ConfigError("sampler: vllm needs processes of its own.", "Use engine.cluster.cluster.ModelCluster.")
     if config.kind == "fake":
         from tinsmith.engine.fake.engine import FakeEngine
 

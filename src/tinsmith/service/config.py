@@ -26,6 +26,10 @@ KEY_PREFIX = "tml-"
 """Prefix of every API key; the SDK rejects keys without it."""
 
 
+SET_BY_SERVER = {"--model", "--served-model-name", "--host", "--port", "--uds", "--api-key", "--root-path"}
+"""Options of vLLM that say how the server reaches it."""
+
+
 class ServeConfig(EngineOptions):
     """Settings of one service."""
 
@@ -225,6 +229,9 @@ class ServeConfig(EngineOptions):
             )
         if any(arg.startswith("--data-parallel-size") for arg in self.vllm.args):
             raise ValueError("vllm.args: --data-parallel-size loads an adapter on one process only; use --samplers")
+        for arg in self.vllm.args:
+            if arg.partition("=")[0] in SET_BY_SERVER:
+                raise ValueError(f"vllm.args: {arg} is for Tinsmith to set, which is vLLM's only client; leave it out")
         return self
 
     @model_validator(mode="after")

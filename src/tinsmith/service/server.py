@@ -96,7 +96,8 @@ def serve(
     configure_logging(config.log_format, config.log_level)
     _raise_file_limit()
     os.umask(PRIVATE_UMASK)
-    factory = engine_factory(config.cluster, config.data, config.store, config.store_cache)
+    has_vllm = config.sampler == "vllm"
+    factory = engine_factory(config.cluster, config.data, config.store, config.store_cache, has_vllm=has_vllm)
     asyncio.run(_serve(config, start or factory, on_ready))
 
 

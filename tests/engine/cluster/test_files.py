@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 
 from tests.engine.cluster.pools import CONFIG, in_loop
-from tinsmith.engine.base import Datum, LoraSpec, Pass, SampleRequest
-from tinsmith.engine.cluster.cluster import ModelCluster
-from tinsmith.engine.cluster.config import ClusterConfig
-from tinsmith.engine.cluster.files.cache import (
+from tinsmith.engine.adapters.access import fault_of_store
+from tinsmith.engine.adapters.cache import (
     UNUSED_S,
     ObjectCache,
     ObjectSettings,
     object_path,
 )
-from tinsmith.engine.cluster.files.cached_engine import CachedEngine
-from tinsmith.engine.cluster.files.transfer import FolderTransfer
-from tinsmith.engine.cluster.objects import Manifest, MissingObjectError, ObjectStore, StoreUnavailableError
-from tinsmith.engine.cluster.plan import fault_of_store
+from tinsmith.engine.adapters.cached_engine import CachedEngine
+from tinsmith.engine.adapters.store import Manifest, MissingObjectError, ObjectStore, StoreUnavailableError
+from tinsmith.engine.adapters.transfer import FolderTransfer
+from tinsmith.engine.base import Datum, LoraSpec, Pass, SampleRequest
+from tinsmith.engine.cluster.cluster import ModelCluster
+from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.engine.processes.slots import LocalSlot, LocalSlots, read_file
 from tinsmith.errors import ConfigError, EngineError, Gone
@@ -162,7 +162,7 @@ async def test_a_load_waits_while_the_store_is_away(
     store: ObjectStore, cache_in: Caches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails if the error of a store that does not answer reaches a replay."""
-    monkeypatch.setattr("tinsmith.engine.cluster.files.cached_engine.RETRY_S", 0.01)
+    monkeypatch.setattr("tinsmith.engine.adapters.cached_engine.RETRY_S", 0.01)
     engines = [CachedEngine(FakeEngine(CONFIG), cache_in(tmp_path / name)) for name in "ab"]
     await engines[0].create("m", LoraSpec(rank=2, seed=1))
     written = await engines[0].save_object("m", optimizer=True)

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tinsmith.engine.cluster.plan import check_folder, plan, uses_gpus, with_threads
+from tinsmith.engine.adapters.access import check_folder
+from tinsmith.engine.cluster.plan import plan, uses_gpus, with_threads
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.processes.machine import Machine, versions
 from tinsmith.engine.processes.node_agent import SlotLocation

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.engine.cluster.objects import MANIFEST, Manifest, MissingObjectError, ObjectStore, StoreUnavailableError
+from tinsmith.engine.adapters.store import MANIFEST, Manifest, MissingObjectError, ObjectStore, StoreUnavailableError
 from tinsmith.errors import ConfigError
 
 

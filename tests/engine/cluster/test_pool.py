@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.engine.cluster.pools import CONFIG, Slots, in_loop, pool_of, request_of, trainer_with
+from tinsmith.engine.adapters.cache import object_path
 from tinsmith.engine.base import SequenceDelta
-from tinsmith.engine.cluster.files.cache import object_path
 from tinsmith.engine.cluster.pool import SamplerPool
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.errors import EngineDied, EngineError, Gone

@@ -281,7 +281,7 @@ def test_records_of_experts_over_the_boundary_are_refused(engine_for: Any, wait:
 
 def test_vllm_gets_requests_that_stay_below_the_boundary() -> None:
     """vLLM decides for all rows at once, by the longest that it may serve."""
-    from tinsmith.engine.vllm import completions
+    from tinsmith.engine.vllm import client
 
     card = ModelCard(
         source="m", tokenizer="m", arch="phi3", vocab_size=512, context_length=LONGEST, eos_token_ids=(2,),
@@ -289,4 +289,4 @@ def test_vllm_gets_requests_that_stay_below_the_boundary() -> None:
     )  # fmt: skip
     for length, max_tokens, supported in ((40, 24, True), (40, 25, False), (40, None, False), (70, 5, False)):
         request = sample_request(range(3, length + 3), max_tokens=max_tokens)
-        assert completions.is_supported(request, card) == supported
+        assert client.is_supported(request, card) == supported

@@ -31,9 +31,9 @@ DEATH_S = 1.5
 class Stub(ThreadingHTTPServer):
     """Records requests in a file and knows the loaded adapters."""
 
-    def __init__(self, port: int, record: Path, faults: Path | None) -> None:
+    def __init__(self, port: int, name: str, record: Path, faults: Path | None) -> None:
         super().__init__(("127.0.0.1", port), Handler)
-        self.record, self.loaded, self.faults = record, {"base"}, faults
+        self.record, self.loaded, self.faults = record, {name}, faults
         self.steps = 0
         self.is_asleep = False
 
@@ -65,6 +65,8 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/openapi.json":
             options = [{"name": name} for name in ("level", "mode")[: 1 if self.fault() else 2]]
             self.respond(200, {"paths": {"/sleep": {"post": {"parameters": options}}}})
+        elif self.path == "/v1/models":
+            self.respond(200, {"data": [{"id": name} for name in self.server.loaded]})
         elif not self.fails():
             self.respond(200, {})
 
@@ -134,7 +136,7 @@ class Handler(BaseHTTPRequestHandler):
 
 def main() -> None:
     parser = ArgumentParser()
-    for option in ("--port", "--record", "--faults"):
+    for option in ("--port", "--served-model-name", "--record", "--faults"):
         parser.add_argument(option)
     parser.add_argument("--fail", action="store_true")
     options, _ = parser.parse_known_args()
@@ -144,7 +146,7 @@ def main() -> None:
         sys.exit("ValueError: no memory left for the cache")
     Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     faults = Path(options.faults) if options.faults else None
-    Stub(int(options.port), Path(options.record), faults).serve_forever()
+    Stub(int(options.port), options.served_model_name, Path(options.record), faults).serve_forever()
 
 
 def choice_of(body: Any, sample: int) -> dict[str, Any]:

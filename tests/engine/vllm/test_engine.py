@@ -1,20 +1,23 @@
-"""VllmEngine against a stub of vLLM: requests, versions, restarts, command line."""
+"""A trainer and a stub of vLLM beside it: requests, versions, restarts, command line."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import re
 import shutil
-import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from safetensors.numpy import load_file
 
@@ -23,11 +26,13 @@ from tests.engine.sampling.helpers import PROMPT, assert_same_samples, sample_re
 from tests.engine.vllm import stub as vllm_stub
 from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard
 from tinsmith.engine.build import build
+from tinsmith.engine.cluster.cluster import ClusterEngine, ModelCluster
+from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.memory_plan import Gpu, MemoryPlan, ModelSizes, VllmPlan
 from tinsmith.engine.processes import supervisor
-from tinsmith.engine.vllm import completions, server
-from tinsmith.engine.vllm.engine import VllmEngine
+from tinsmith.engine.processes.slots import LocalSlots
+from tinsmith.engine.vllm import client, server
 from tinsmith.engine.vllm.server import VllmServer, command_of, environment_of, find_python
 from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError, EngineDied, EngineError, Gone, Unsupported
@@ -48,13 +53,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("vllm")
 
 
+def cluster_of(model: Path, folder: Path, settings: VllmConfig) -> ModelCluster:
+    config = EngineConfig(source=str(model), dtype="float32", device="cpu", threads=1, sampler="vllm", vllm=settings)
+    return ModelCluster(config, ClusterConfig(), LocalSlots(), folder)
+
+
 @pytest.fixture(scope="module")
-def engine(tiny_llama: Path, python: Path, folder: Path, wait: Any) -> Iterator[VllmEngine]:
+def cluster(tiny_llama: Path, python: Path, folder: Path, wait: Any) -> Iterator[ModelCluster]:
     settings = VllmConfig(python=python, rank=8, args=("--record", str(folder / "record")))
-    config = EngineConfig(
-        source=str(tiny_llama), dtype="float32", device="cpu", threads=1, sampler="vllm", vllm=settings
-    )
-    engine = wait(VllmEngine.start(config))
+    cluster = cluster_of(tiny_llama, folder, settings)
+    yield cluster
+    wait(cluster.close())
+
+
+@pytest.fixture(scope="module")
+def engine(cluster: ModelCluster, wait: Any) -> Iterator[ClusterEngine]:
+    engine = wait(cluster.start())
     yield engine
     wait(engine.close())
 
@@ -73,10 +87,11 @@ def recorded(folder: Path) -> Callable[[str], list[Any]]:
 
 
 @pytest.fixture
-def version(engine: VllmEngine, wait: Any, model_id: str) -> Iterator[str]:
-    """A captured version that is not on disk."""
+def version(engine: ClusterEngine, wait: Any, model_id: str, tmp_path: Path) -> Iterator[str]:
+    """A version whose folder is `kept`."""
     wait(engine.create(model_id, LoraSpec(rank=4, seed=1)))
     wait(engine.capture(model_id, f"{model_id}-version"))
+    wait(engine.persist(f"{model_id}-version", tmp_path / "kept"))
     yield f"{model_id}-version"
     wait(engine.detach(f"{model_id}-version"))
     wait(engine.drop(model_id))
@@ -91,7 +106,7 @@ async def until(done: Callable[[], bool]) -> None:
 
 
 def test_request_body_overrides_the_defaults_of_vllm():
-    body = completions.request_body(
+    body = client.request_body(
         sample_request([5, 6], max_tokens=None, stop_tokens=None, seed=None), CARD, "v1", stream=False
     )
     assert body == {
@@ -99,7 +114,7 @@ def test_request_body_overrides_the_defaults_of_vllm():
         "ignore_eos": True, "stop": [], "include_stop_str_in_output": True, "logprobs": 0,
         "return_tokens_as_token_ids": True, "return_token_ids": True, "stream": False,
     }  # fmt: skip
-    body = completions.request_body(
+    body = client.request_body(
         sample_request(num_samples=3, stop_strings=("\n",), stop_tokens=(7,), cache_scope="a"), CARD, "v1", stream=True
     )
     assert body["cache_salt"] == "a"
@@ -109,14 +124,14 @@ def test_request_body_overrides_the_defaults_of_vllm():
 
 def test_neighbouring_seeds_are_hashed_apart():
     seeds = [
-        completions.request_body(sample_request(seed=seed, num_samples=8), CARD, "base", stream=False)["seed"]
+        client.request_body(sample_request(seed=seed, num_samples=8), CARD, "base", stream=False)["seed"]
         for seed in range(9)
     ]
     assert len({seed + sample for seed in seeds for sample in range(8)}) == 72
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_samples_are_parsed_from_the_response(engine: VllmEngine, wait: Any, recorded: Any):
+def test_samples_are_parsed_from_the_response(engine: ClusterEngine, wait: Any, recorded: Any):
     sampled = wait(engine.sample(sample_request([10, 20], num_samples=2, max_tokens=5, stop_tokens=(23,))))
     assert [sequence.tokens.tolist() for sequence in sampled.sequences] == [[21, 22, 23], [22, 23]]
     assert [sequence.stop_reason for sequence in sampled.sequences] == ["stop", "stop"]
@@ -125,19 +140,18 @@ def test_samples_are_parsed_from_the_response(engine: VllmEngine, wait: Any, rec
     assert sampled.prompt_cache_hit_tokens == 1
     (long,) = wait(engine.sample(sample_request([10, 20], max_tokens=3))).sequences
     assert (long.tokens.tolist(), long.stop_reason) == ([21, 22, 23], "length")
-    assert not any(
-        body["model"] == "base" for body in recorded("/v1/completions")
-    )  # ZERO_ADAPTER represents the base model on a CPU
+    (zero,) = {body["model"] for body in recorded("/v1/completions")}
+    assert re.fullmatch(r"base-[0-9a-f]+-\d+", zero)  # ZERO_ADAPTER represents the base model on a CPU
 
 
-def test_topk_drops_the_sampled_token(engine: VllmEngine, wait: Any):
+def test_topk_drops_the_sampled_token(engine: ClusterEngine, wait: Any):
     (sequence,) = wait(engine.sample(sample_request([10, 20], max_tokens=2, topk_sample_logprobs=3))).sequences
     assert sequence.topk is not None
     assert sequence.topk.token_ids.tolist() == [[2, 1, 0], [2, 1, 0]]
     np.testing.assert_allclose(sequence.topk.logprobs[0], [2.79, 1.79, 0.79], atol=1e-6)
 
 
-def test_deltas_add_up_to_the_sequences(engine: VllmEngine, wait: Any, recorded: Any):
+def test_deltas_add_up_to_the_sequences(engine: ClusterEngine, wait: Any, recorded: Any):
     deltas: list[Any] = []
     request = sample_request([10, 20], num_samples=2, max_tokens=5, topk_sample_logprobs=1)
     sampled = wait(engine.sample(request, deltas.append))
@@ -152,7 +166,7 @@ def test_deltas_add_up_to_the_sequences(engine: VllmEngine, wait: Any, recorded:
         np.testing.assert_array_equal(np.concatenate([delta.topk.token_ids for delta in own]), sequence.topk.token_ids)
 
 
-def test_greedy_samples_are_drawn_once_and_copied(engine: VllmEngine, wait: Any, recorded: Any):
+def test_greedy_samples_are_drawn_once_and_copied(engine: ClusterEngine, wait: Any, recorded: Any):
     deltas: list[Any] = []
     sampled = wait(engine.sample(sample_request([10, 20], temperature=0, num_samples=3, max_tokens=2), deltas.append))
     assert recorded("/v1/completions")[0]["n"] == 1
@@ -171,22 +185,22 @@ def test_greedy_samples_are_drawn_once_and_copied(engine: VllmEngine, wait: Any,
     ids=["top_k", "top_p", "one token and the prompt", "the context's last token"],
 )
 def test_torch_engine_samples_what_vllm_cannot(
-    engine: VllmEngine, version: str, wait: Any, recorded: Any, settings: dict[str, Any]
+    engine: ClusterEngine, version: str, wait: Any, recorded: Any, settings: dict[str, Any]
 ):
     request = sample_request(version=version, **settings)
-    assert_same_samples(wait(engine.sample(request)), wait(engine.torch_engine.sample(request)))
+    assert_same_samples(wait(engine.sample(request)), wait(engine.trainer.leader.sample(request)))
     assert recorded("/v1/completions") == []
 
 
-def test_top_k_is_ignored_for_greedy_samples(engine: VllmEngine, wait: Any, recorded: Any):
+def test_top_k_is_ignored_for_greedy_samples(engine: ClusterEngine, wait: Any, recorded: Any):
     wait(engine.sample(sample_request(temperature=0, top_k=5)))
     assert "top_k" not in recorded("/v1/completions")[0]
 
 
-def test_torch_engine_answers_prompt_questions(engine: VllmEngine, version: str, wait: Any, recorded: Any):
+def test_torch_engine_answers_prompt_questions(engine: ClusterEngine, version: str, wait: Any, recorded: Any):
     about = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "prompt_alt_tokens_k": 2}
     request = sample_request(version=version, num_samples=2, **about)
-    result, expected = wait(engine.sample(request)), wait(engine.torch_engine.sample(request))
+    result, expected = wait(engine.sample(request)), wait(engine.trainer.leader.sample(request))
     np.testing.assert_array_equal(result.prompt_logprobs, expected.prompt_logprobs)
     np.testing.assert_array_equal(result.topk_prompt.token_ids, expected.topk_prompt.token_ids)
     np.testing.assert_array_equal(result.prompt_alt.token_ids, expected.prompt_alt.token_ids)
@@ -194,16 +208,13 @@ def test_torch_engine_answers_prompt_questions(engine: VllmEngine, version: str,
     assert [body["n"] for body in recorded("/v1/completions")] == [2]
 
 
-def test_version_is_loaded_on_first_use_and_unloaded(
-    engine: VllmEngine, version: str, wait: Any, recorded: Any, tmp_path: Path
+def test_version_is_loaded_once_and_unloaded(
+    engine: ClusterEngine, version: str, wait: Any, recorded: Any, tmp_path: Path
 ):
-    assert recorded("/v1/load_lora_adapter") == []
     for _ in range(2):
         wait(engine.sample(sample_request(version=version)))
     (loaded,) = recorded("/v1/load_lora_adapter")
     assert {body["model"] for body in recorded("/v1/completions")} == {loaded["lora_name"]}
-    size = wait(engine.persist(version, tmp_path / "kept"))  # a link to the copy: the engine writes a version once
-    assert size == sum(file.stat().st_size for file in (tmp_path / "kept").iterdir())
     shutil.rmtree(tmp_path / "kept")
     wait(engine.sample(sample_request(version=version)))
     wait(engine.detach(version))
@@ -213,16 +224,26 @@ def test_version_is_loaded_on_first_use_and_unloaded(
         wait(engine.sample(sample_request(version=version)))
 
 
+def test_version_of_the_trainer_is_sampled_there_before_it_is_written(engine: ClusterEngine, wait: Any, model_id: str):
+    wait(engine.create(model_id, LoraSpec(rank=4, seed=1)))
+    wait(engine.capture(model_id, "unwritten"))
+    wait(engine.sample(sample_request(version="unwritten", top_k=5)))
+    wait(engine.detach("unwritten"))
+    wait(engine.drop(model_id))
+
+
 def test_attached_version_is_linked_from_its_checkpoint(
-    engine: VllmEngine, version: str, wait: Any, recorded: Any, tmp_path: Path
+    engine: ClusterEngine, version: str, wait: Any, recorded: Any, tmp_path: Path
 ):
-    wait(engine.persist(version, tmp_path / "kept"))
-    wait(engine.attach("again", tmp_path / "kept"))
-    wait(engine.sample(sample_request(version="again")))
-    wait(engine.attach("again", tmp_path / "kept"))  # a replaced version must not get the name of the old one
-    wait(engine.sample(sample_request(version="again")))
-    assert len({body["lora_name"] for body in recorded("/v1/load_lora_adapter")}) == 2
-    assert len(recorded("/v1/unload_lora_adapter")) == 1
+    for copy in ("first", "second"):  # a replaced version must not get the name of the old one
+        shutil.copytree(tmp_path / "kept", tmp_path / copy)
+        wait(engine.attach("again", tmp_path / copy))
+        wait(engine.sample(sample_request(version="again")))
+    used = [body["model"] for body in recorded("/v1/completions")]
+    loaded = [body["lora_name"] for body in recorded("/v1/load_lora_adapter")]
+    assert used == loaded[-2:]
+    assert len(set(loaded)) == len(loaded) == 3
+    assert recorded("/v1/unload_lora_adapter") == [{"lora_name": used[0]}]
     wait(engine.detach("again"))
     wait(engine.attach("deleted", tmp_path / "kept"))
     shutil.rmtree(tmp_path / "kept")
@@ -232,12 +253,12 @@ def test_attached_version_is_linked_from_its_checkpoint(
 
 
 def test_scales_of_modules_are_in_the_matrices(
-    engine: VllmEngine, tiny_llama: Path, wait: Any, recorded: Any, tmp_path: Path
+    engine: ClusterEngine, tiny_llama: Path, wait: Any, recorded: Any, tmp_path: Path
 ):
     """vLLM applies lora_alpha / r to all modules, whatever alpha_pattern says."""
     settings: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 2}}
     adapter = write_peft(tiny_llama, tmp_path / "peft", r=8, lora_alpha=16, **settings)
-    wait(engine.torch_engine.fork("scales", adapter, optimizer=False))
+    wait(engine.trainer.leader.fork("scales", adapter, optimizer=False))
     wait(engine.save("scales", tmp_path / "saved", optimizer=False))
     wait(engine.attach("scales", tmp_path / "saved"))
     wait(engine.sample(sample_request(version="scales")))
@@ -254,10 +275,10 @@ def test_scales_of_modules_are_in_the_matrices(
     wait(engine.detach("scales"))
 
 
-def test_rank_above_the_limit_is_unsupported(engine: VllmEngine, wait: Any, tmp_path: Path, recorded: Any):
+def test_rank_above_the_limit_is_unsupported(engine: ClusterEngine, wait: Any, tmp_path: Path, recorded: Any):
     with pytest.raises(Unsupported, match=r"vllm\.rank=16"):
         wait(engine.create("wide", LoraSpec(rank=16, seed=1)))
-    wait(engine.torch_engine.create("wide", LoraSpec(rank=16, seed=1)))
+    wait(engine.trainer.leader.create("wide", LoraSpec(rank=16, seed=1)))
     wait(engine.save("wide", tmp_path / "wide", optimizer=False))
     wait(engine.attach("wide", tmp_path / "wide"))
     for _ in range(2):
@@ -267,7 +288,7 @@ def test_rank_above_the_limit_is_unsupported(engine: VllmEngine, wait: Any, tmp_
     wait(engine.detach("wide"))
 
 
-def test_cancelled_request_closes_its_connection(engine: VllmEngine, version: str, wait: Any, recorded: Any):
+def test_cancelled_request_closes_its_connection(engine: ClusterEngine, version: str, wait: Any, recorded: Any):
     async def cancel() -> None:
         request = sample_request((vllm_stub.SLOW, 1), version=version)
         waiting = asyncio.create_task(engine.sample(request))
@@ -285,25 +306,36 @@ def test_cancelled_request_closes_its_connection(engine: VllmEngine, version: st
     wait(asyncio.wait_for(cancel(), 240))
 
 
-def test_vllm_is_restarted_when_it_dies(engine: VllmEngine, version: str, wait: Any, recorded: Any):
+def test_vllm_is_restarted_when_it_dies(
+    cluster: ModelCluster, engine: ClusterEngine, version: str, wait: Any, recorded: Any
+):
+    """A request that nobody has heard of waits for the new one. To break it: let `worker._exit` do nothing."""
+
+    def slow() -> int:
+        return sum(body["prompt"][0] == vllm_stub.SLOW for body in recorded("/v1/completions"))
+
     async def end() -> None:
-        waiting = asyncio.create_task(engine.sample(sample_request((vllm_stub.SLOW, 1), version=version)))
-        await until(lambda: bool(recorded("/v1/completions")))
-        pid = engine.server.pid
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(EngineDied, match="vLLM"):
+        assert cluster.pool is not None
+        request = sample_request((vllm_stub.SLOW, 1), version=version)
+        waiting = asyncio.create_task(engine.sample(request))
+        await until(lambda: slow() == 1)
+        (vllm,) = psutil.Process(cluster.pool.status()[0].pid).children()
+        vllm.kill()
+        await until(lambda: slow() == 2)
+        assert not vllm.is_running()
+        await engine.cancel(request.request_id)
+        with pytest.raises(Gone):
             await waiting
         (sequence,) = (await engine.sample(sample_request([10, 20], version=version, max_tokens=1))).sequences
         assert sequence.tokens.tolist() == [21]
-        assert engine.server.pid != pid
-        assert engine.server.up.is_set()
+        assert cluster.pool.status()[0].starts == 2
 
     wait(asyncio.wait_for(end(), 240))
-    sequence, right = recorded("/v1/load_lora_adapter")
-    assert sequence["lora_path"] == right["lora_path"]
+    before, after = recorded("/v1/load_lora_adapter")[::2]  # and the one for the base model
+    assert before["lora_name"] != after["lora_name"]
 
 
-def test_torch_engine_trains(engine: VllmEngine, wait: Any, tmp_path: Path, model_id: str):
+def test_torch_engine_trains(engine: ClusterEngine, wait: Any, tmp_path: Path, model_id: str):
     from tests.engine.data import pass_for
 
     wait(engine.create(model_id, LoraSpec(rank=4, seed=1)))
@@ -338,31 +370,52 @@ def test_find_python_looks_in_venv_and_next_to_command(tmp_path: Path, monkeypat
     assert find_python(VllmConfig()) == tmp_path / ".venv-vllm" / "bin" / "python"
 
 
-def test_failed_start_quotes_the_log_of_vllm(tiny_llama: Path, python: Path, wait: Any):
-    settings = VllmConfig(python=python, args=("--fail",))
-    config = EngineConfig(source=str(tiny_llama), device="cpu", threads=1, sampler="vllm", vllm=settings)
+def test_failed_start_quotes_the_log_of_vllm(tiny_llama: Path, python: Path, tmp_path: Path, wait: Any):
     with pytest.raises(EngineError, match=r"(?s)exit 1.*no memory left for the cache.*vllm.memory"):
-        wait(VllmEngine.start(config))
+        wait(cluster_of(tiny_llama, tmp_path, VllmConfig(python=python, args=("--fail",))).start())
 
 
+class Other(BaseHTTPRequestHandler):
+    """Another program that answers on the port: to every path like a vLLM with other models."""
+
+    def do_GET(self) -> None:
+        body = json.dumps({"data": [{"id": "base"}, {"id": "base-0"}]}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["silent", "another vLLM"])
 def test_start_with_a_taken_port_takes_another(
-    python: Path, tmp_path: Path, wait: Any, monkeypatch: pytest.MonkeyPatch
+    python: Path, tmp_path: Path, wait: Any, monkeypatch: pytest.MonkeyPatch, answers: bool
 ):
-    """To break it: let `VllmServer.start` await `_start` alone."""
+    """To break it: let `VllmServer.start` await `_start` alone, or leave out `_check_name`."""
     ports: list[int] = []
-    with socket.socket() as other:
+    other = socket.socket()
 
-        def command(python: Path, config: VllmConfig, card: ModelCard, port: int) -> list[str]:
-            if not ports:
-                other.bind(("127.0.0.1", port))
-            ports.append(port)
-            return command_of(python, config, card, port)
+    def command(python: Path, config: VllmConfig, card: ModelCard, port: int, name: str) -> list[str]:
+        if not ports:
+            other.bind(("127.0.0.1", port))
+            if answers:
+                other.listen()
+                program.socket = other
+                Thread(target=program.serve_forever, args=(0.05,)).start()
+        ports.append(port)
+        return command_of(python, config, card, port, name)
 
-        monkeypatch.setattr(server, "command_of", command)
-        monkeypatch.setattr(supervisor, "FIRST_RETRY_S", 0.0)
-        settings = VllmConfig(python=python, args=("--record", str(tmp_path / "record")))
-        vllm = VllmServer(settings, CARD, 1, tmp_path)
+    monkeypatch.setattr(server, "command_of", command)
+    monkeypatch.setattr(supervisor, "FIRST_RETRY_S", 0.0)
+    settings = VllmConfig(python=python, args=("--record", str(tmp_path / "record")))
+    vllm = VllmServer(settings, CARD, 1, tmp_path)
+    with other, ThreadingHTTPServer(("127.0.0.1", 0), Other, bind_and_activate=False) as program:
+        program.socket.close()
         wait(vllm.start())
+        if answers:
+            program.shutdown()
     wait(vllm.close())
     assert len(ports) == len(set(ports)) == 2
     assert vllm.url.endswith(f":{ports[1]}")
@@ -379,10 +432,11 @@ def test_mixture_on_a_cpu_is_refused(modules: tuple[str, ...], tmp_path: Path, w
 
 def test_settings_reach_the_command_and_environment(monkeypatch: pytest.MonkeyPatch):
     settings = VllmConfig(rank=64, adapters=40, memory=0.5, devices="1,2", args=("--tensor-parallel-size", "2"))
-    command = command_of(Path("/venv/bin/python"), settings, CARD, 1234)
+    command = command_of(Path("/venv/bin/python"), settings, CARD, 1234, "m")
     for pair in (
         ("--max-lora-rank", "64"), ("--max-loras", "41"), ("--max-cpu-loras", "41"), ("--port", "1234"),
         ("--gpu-memory-utilization", "0.5"), ("--max-model-len", "64"), ("--dtype", "bfloat16"), ("--model", "/here"),
+        ("--served-model-name", "m"),
         ("--max-num-batched-tokens", "2048"),
         ("--tensor-parallel-size", "2"), ("--generation-config", "vllm"), ("--logprobs-mode", "processed_logprobs"),
     ):  # fmt: skip
@@ -407,7 +461,7 @@ def test_plan_of_a_gpu_reaches_the_command():
         activations=0, cache=0, models=0, pass_tokens=1, cache_tokens=1, vllm=share,
     )  # fmt: skip
     card = replace(CARD, device="cuda:0", memory=plan, vllm_context=48)
-    command = command_of(Path("python"), VllmConfig(), card, 1)
+    command = command_of(Path("python"), VllmConfig(), card, 1, "m")
     for pair in (
         ("--gpu-memory-utilization", "0.413"), ("--kv-cache-memory-bytes", "4096"), ("--max-model-len", "48"),
     ):  # fmt: skip
@@ -417,7 +471,7 @@ def test_plan_of_a_gpu_reaches_the_command():
         (VllmConfig(), replace(card, memory=replace(plan, vllm=None)), "0.9"),
         (VllmConfig(), CARD, "0.3"),
     ):
-        command = command_of(Path("python"), settings, device, 1)
+        command = command_of(Path("python"), settings, device, 1, "m")
         assert command[command.index("--gpu-memory-utilization") + 1] == expected
         assert "--kv-cache-memory-bytes" not in command
 
@@ -426,12 +480,12 @@ def test_rows_beyond_the_context_of_vllm_are_the_trainers():
     card = replace(CARD, vllm_context=48)
     for max_tokens, supported in ((8, True), (46, False), (None, False)):
         request = replace(sample_request(), prompt=np.arange(3, dtype=np.int32), max_tokens=max_tokens)
-        assert completions.is_supported(request, card) == supported
-        assert completions.is_supported(request, CARD)
+        assert client.is_supported(request, card) == supported
+        assert client.is_supported(request, CARD)
 
 
 def test_incomplete_or_aborted_sequences_raise():
-    parser = completions.CompletionParser(sample_request(num_samples=2))
+    parser = client.CompletionParser(sample_request(num_samples=2))
     result = {"token_logprobs": [-1.0], "top_logprobs": [{}]}
     parser.add({"choices": [{"index": 0, "finish_reason": "stop", "token_ids": [1], "logprobs": result}]})
     with pytest.raises(EngineDied, match="closed the connection"):
@@ -441,5 +495,5 @@ def test_incomplete_or_aborted_sequences_raise():
 
 
 def test_build_rejects_vllm():
-    with pytest.raises(ConfigError, match="VllmEngine"):
+    with pytest.raises(ConfigError, match="ModelCluster"):
         build(EngineConfig(sampler="vllm"))

@@ -1,4 +1,4 @@
-"""VllmEngine with a real vLLM, on SmolLM2-135M-Instruct and the CPU. Runs in test-all only.
+"""A real vLLM beside a trainer, on SmolLM2-135M-Instruct and the CPU. Runs in test-all only.
 
 Needs the environment that `make vllm` creates; skipped without it.
 """
@@ -6,8 +6,6 @@ Needs the environment that `make vllm` creates; skipped without it.
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -22,8 +20,10 @@ import pytest
 
 from tests.engine.sampling.helpers import sample_request, texts, trained_logprobs
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass
+from tinsmith.engine.cluster.cluster import ClusterEngine, ModelCluster
+from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.vllm.engine import VllmEngine
+from tinsmith.engine.processes.slots import LocalSlots
 from tinsmith.engine.vllm.server import find_python
 from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError, EngineDied, Gone
@@ -59,13 +59,23 @@ def encode(smollm2: Path) -> Callable[[str], list[int]]:
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def engine(
-    request: pytest.FixtureRequest, python: Path, smollm2: Path, encode: Callable[[str], list[int]], wait: Any
-) -> Iterator[VllmEngine]:
-    """An engine with three trained models, each captured as a version of the same name."""
+def cluster(
+    request: pytest.FixtureRequest, python: Path, smollm2: Path, tmp_path_factory: pytest.TempPathFactory, wait: Any
+) -> Iterator[ModelCluster]:
+    """The processes of the base model."""
     settings = VllmConfig(python=python, rank=16, adapters=3, memory=0.25, args=("--enforce-eager",))
     config = EngineConfig(source=str(smollm2), dtype=request.param, device="cpu", sampler="vllm", vllm=settings)
-    engine = wait(VllmEngine.start(config))
+    cluster = ModelCluster(config, ClusterConfig(), LocalSlots(), tmp_path_factory.mktemp("data"))
+    yield cluster
+    wait(cluster.close())
+
+
+@pytest.fixture(scope="module")
+def engine(
+    cluster: ModelCluster, encode: Callable[[str], list[int]], tmp_path_factory: pytest.TempPathFactory, wait: Any
+) -> Iterator[ClusterEngine]:
+    """An engine with three trained models, each saved as a version of the same name."""
+    engine = wait(cluster.start())
     text = np.array(encode(TEXT), np.int32)
     weights = np.ones(len(text) - 1, np.float32)
     datum = Datum(tokens=text[:-1], targets=text[1:].astype(np.int64), inputs={"weights": weights})
@@ -75,12 +85,13 @@ def engine(
             wait(engine.run([Pass(model_id=name, data=(datum,), loss_fn="cross_entropy")]))
             wait(engine.step(name, AdamParams(learning_rate=3e-3)))
         wait(engine.capture(name, name))
+        wait(engine.persist(name, tmp_path_factory.mktemp("versions") / name))
     wait(engine.create("untrained", LoraSpec(rank=8, seed=1)))
     yield engine
     wait(engine.close())
 
 
-def test_logprobs_equal_the_trainers(engine: VllmEngine, encode: Any, wait: Any, record_property: Any):
+def test_logprobs_equal_the_trainers(engine: ClusterEngine, encode: Any, wait: Any, record_property: Any):
     """Three adapters in one batch, one of which trains the head, and the base model."""
     prompt = encode(PROMPT)
 
@@ -111,7 +122,7 @@ def test_logprobs_equal_the_trainers(engine: VllmEngine, encode: Any, wait: Any,
         assert version is None or np.concatenate(moved).mean() > 0.1  # the adapter changes the distribution
 
 
-def test_logprobs_are_tempered(engine: VllmEngine, encode: Any, wait: Any):
+def test_logprobs_are_tempered(engine: ClusterEngine, encode: Any, wait: Any):
     """lp(i) - lp(j) at temperature T is the difference at 1 divided by T."""
     prompt = encode(PROMPT)
     (sequence,) = wait(
@@ -127,24 +138,24 @@ def test_logprobs_are_tempered(engine: VllmEngine, encode: Any, wait: Any):
     assert np.abs(apart).max() < (1e-2 if engine.card.dtype == "float32" else 1.0)
 
 
-def test_greedy_tokens_equal_the_torch_samplers(engine: VllmEngine, encode: Any, wait: Any):
+def test_greedy_tokens_equal_the_torch_samplers(engine: ClusterEngine, encode: Any, wait: Any):
     if engine.card.dtype != "float32":
         pytest.skip("in bfloat16 the first of two near equals is chance")
     request = sample_request(encode(PROMPT), version="all", temperature=0, num_samples=2, max_tokens=24)
-    actual, expected = wait(engine.sample(request)), wait(engine.torch_engine.sample(request))
+    actual, expected = wait(engine.sample(request)), wait(engine.trainer.leader.sample(request))
     for sequence, right in zip(actual.sequences, expected.sequences, strict=True):
         np.testing.assert_array_equal(sequence.tokens, right.tokens)
         np.testing.assert_allclose(sequence.logprobs, right.logprobs, atol=2e-3)
 
 
-def test_seed_repeats_and_samples_differ(engine: VllmEngine, encode: Any, wait: Any):
+def test_seed_repeats_and_samples_differ(engine: ClusterEngine, encode: Any, wait: Any):
     request = sample_request(encode("1, 7,"), num_samples=3, seed=5)
     sequence, right = wait(engine.sample(request)), wait(engine.sample(request))
     assert [a.tokens.tolist() for a in sequence.sequences] == [b.tokens.tolist() for b in right.sequences]
     assert len({tuple(a.tokens.tolist()) for a in sequence.sequences}) == 3
 
 
-def test_stops_are_included_and_default_to_the_models(engine: VllmEngine, encode: Any, wait: Any, smollm2: Path):
+def test_stops_are_included_and_default_to_the_models(engine: ClusterEngine, encode: Any, wait: Any, smollm2: Path):
     prompt = encode(PROMPT)
     greedy = wait(engine.sample(sample_request(prompt, temperature=0, max_tokens=40))).sequences[0].tokens.tolist()
     (sequence,) = wait(
@@ -163,9 +174,17 @@ def test_stops_are_included_and_default_to_the_models(engine: VllmEngine, encode
     assert (on.stop_reason, len(on.tokens)) == ("length", len(ended.tokens) + 5)
 
 
-def test_cancelled_request_stops_in_vllm(engine: VllmEngine, encode: Any, wait: Any):
+def vllm_of(cluster: ModelCluster) -> psutil.Process:
+    """The process of vLLM."""
+    assert cluster.pool is not None
+    children = psutil.Process(cluster.pool.status()[0].pid).children()
+    return next(child for child in children if "--port" in child.cmdline())
+
+
+def test_cancelled_request_stops_in_vllm(cluster: ModelCluster, engine: ClusterEngine, encode: Any, wait: Any):
     async def running() -> float:
-        async with httpx.AsyncClient(base_url=engine.server.url) as client:
+        command = vllm_of(cluster).cmdline()
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{command[command.index('--port') + 1]}") as client:
             lines = (await client.get("/metrics")).text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
 
@@ -190,16 +209,18 @@ def test_cancelled_request_stops_in_vllm(engine: VllmEngine, encode: Any, wait: 
     wait(cancel())
 
 
-def test_restarted_vllm_has_the_versions(engine: VllmEngine, encode: Any, wait: Any):
+def test_restarted_vllm_has_the_versions(cluster: ModelCluster, engine: ClusterEngine, encode: Any, wait: Any):
     if engine.card.dtype != "bfloat16":
         pytest.skip("once is enough: it takes a minute")
     request = sample_request(encode(PROMPT), version="all", temperature=0)
     before = wait(engine.sample(request)).sequences[0].tokens.tolist()
 
     async def death() -> None:
-        waiting = asyncio.create_task(engine.sample(sample_request(encode(PROMPT), max_tokens=4000)))
-        await asyncio.sleep(1)
-        os.kill(engine.server.pid, signal.SIGKILL)
+        has_begun = asyncio.Event()
+        long = sample_request(encode(PROMPT), max_tokens=4000)
+        waiting = asyncio.create_task(engine.sample(long, lambda _: has_begun.set()))
+        await has_begun.wait()
+        vllm_of(cluster).kill()
         with pytest.raises(EngineDied):
             await waiting
 

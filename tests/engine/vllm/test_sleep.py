@@ -10,21 +10,28 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
+from tests.engine.cluster.pools import FakeProcess
 from tests.engine.sampling.helpers import sample_request
+from tests.engine.vllm.replicas import launch_of, write_adapter
 from tests.engine.vllm.stub import SLOW
 from tests.engine.vllm.test_engine import CARD, FACTS, until
 from tinsmith.engine.base import SampleRequest, SampleResult
+from tinsmith.engine.cluster import shared_gpu
+from tinsmith.engine.cluster.pool import SamplerPool
+from tinsmith.engine.cluster.replica import StartedSampler
+from tinsmith.engine.cluster.shared_gpu import SharedGpu
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.device_sharing import POLICIES
+from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.engine.memory_plan import Gpu, MemoryPlan, VllmPlan
 from tinsmith.engine.processes import supervisor
-from tinsmith.engine.processes.client import RemoteEngine
-from tinsmith.engine.vllm import engine as vllm_engine
-from tinsmith.engine.vllm.engine import VllmEngine
-from tinsmith.engine.vllm.server import command_of, environment_of, sleeps
+from tinsmith.engine.processes.rpc import DelegatingEngine
+from tinsmith.engine.vllm.sampler import VllmSampler
+from tinsmith.engine.vllm.server import VllmServer, command_of, environment_of, sleeps
 from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError, EngineError
 from tinsmith.service.config import ServeConfig
@@ -37,36 +44,31 @@ SECONDS = 240.0
 """Time limit of a test."""
 
 
-class Trainer:
+class Trainer(DelegatingEngine):
     """A training engine that records its calls."""
 
     def __init__(self, log: Path) -> None:
-        self.card, self.died, self._log = GPU_CARD, asyncio.Event(), log
+        super().__init__(FakeEngine(EngineConfig(source="toy", kind="fake")))
+        self._log = log
         self.go_on = asyncio.Event()
         """A pass ends once it is set."""
         self.go_on.set()
 
-    def _record(self, call: str) -> None:
+    def record(self, call: str) -> None:
         with self._log.open("a") as file:
             file.write(json.dumps([call, {}]) + "\n")
 
     async def run(self, passes: Any) -> Any:
-        self._record("run")
+        self.record("run")
         await self.go_on.wait()
         return passes
 
     async def sample(self, request: SampleRequest, on_delta: Any = None) -> SampleResult:
-        self._record("sample")
+        self.record("sample")
         return SampleResult(sequences=())
 
     async def release_memory(self) -> None:
-        self._record("release_memory")
-
-    async def attach(self, version: str, source: Path) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
+        self.record("release_memory")
 
 
 class Sleeping:
@@ -76,9 +78,21 @@ class Sleeping:
         self._record, self._faults = folder / "record", folder / "faults"
         args = ("--record", str(self._record), "--faults", str(self._faults))
         settings = VllmConfig(python=python, rank=8, args=args, sleep=True)
+        self.config = EngineConfig(source="here", sampler="vllm", vllm=settings, engine_timeout_s=2.0)
+        self.adapter = write_adapter(folder / "adapter")
         self.trainer = Trainer(self._record)
-        config = EngineConfig(source="here", sampler="vllm", vllm=settings, engine_timeout_s=2.0)
-        self.engine = VllmEngine(cast(RemoteEngine, self.trainer), config)
+        self.gpu = SharedGpu(self.trainer.release_memory, POLICIES[self.config.sharing])
+        self.in_turns = self.gpu.trainer(self.trainer)
+        self.started: list[VllmSampler] = []
+
+    async def start(self) -> None:
+        launch = self.gpu.launch(launch_of(self.config, GPU_CARD, self.adapter, self.started.append))
+        self.pool = await SamplerPool.start(self.in_turns, [launch], GPU_CARD)
+
+    @property
+    def server(self) -> VllmServer:
+        """The vLLM that was started last."""
+        return self.started[-1].server
 
     def break_paths(self, faults: dict[str, str]) -> None:
         """From now on, let these paths of vLLM hang or fail."""
@@ -92,37 +106,34 @@ class Sleeping:
 
     async def sampled(self, **settings: Any) -> list[int]:
         request = sample_request([10, 20], max_tokens=1, **settings)
-        return (await self.engine.sample(request)).sequences[0].tokens.tolist()
+        return (await self.pool.sample(request)).sequences[0].tokens.tolist()
 
 
 @asynccontextmanager
 async def sleeping(python: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sleeping]:
     """Both, started; a workload that has nothing to do gives the GPU away at once."""
     monkeypatch.setattr("tinsmith.engine.device_sharing.IDLE_S", 0.0)
-    pair, adapter = Sleeping(python, folder), folder / "adapter"
-    adapter.mkdir()
-    settings = {"peft_type": "LORA", "r": 1, "lora_alpha": 32, "target_modules": ["q_proj"]}
-    (adapter / "adapter_config.json").write_text(json.dumps(settings))
-    (adapter / "adapter_model.safetensors").write_text("")
-    try:
-        async with asyncio.timeout(SECONDS):
-            await pair.engine.server.start()
-            await pair.engine.attach("version", adapter)
+    pair = Sleeping(python, folder)
+    async with asyncio.timeout(SECONDS):
+        await pair.start()
+        try:
+            await pair.pool.attach("version", pair.adapter)
             yield pair
-    finally:
-        await pair.engine.close()
+        finally:
+            await pair.pool.close()
+            await pair.gpu.close()
 
 
 def test_each_has_the_gpu_in_its_turn(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """To break it: leave out `_trainers_turn` in `VllmEngine.run`, or `turn` in `VllmVersions._load`."""
+    """To break it: leave out a `turn` in `shared_gpu`."""
 
     async def main() -> None:
         async with sleeping(python, tmp_path, monkeypatch) as pair:
-            await pair.engine.run([])
-            await pair.engine.run([])
+            await pair.in_turns.run([])
+            await pair.in_turns.run([])
             assert await pair.sampled(version="version") == [21]
             assert await pair.sampled(version="version") == [21]
-            await pair.engine.sample(sample_request([10, 20], top_k=5))  # the trainer's
+            await pair.pool.sample(sample_request([10, 20], top_k=5))  # the trainer's
             assert await pair.sampled(version="version") == [21]
             assert pair.calls() == [
                 *("release_memory", "release_memory", SLEEP, "run", "run"),
@@ -140,14 +151,14 @@ def test_running_samples_pause_while_the_trainer_computes(
 
     async def main() -> None:
         async with sleeping(python, tmp_path, monkeypatch) as pair:
-            slow = asyncio.create_task(pair.engine.sample(sample_request((SLOW, 1))))
+            slow = asyncio.create_task(pair.pool.sample(sample_request((SLOW, 1))))
             await until(lambda: "/v1/completions" in pair.calls())
             pair.trainer.go_on.clear()
-            passing = asyncio.create_task(pair.engine.run([]))
+            passing = asyncio.create_task(pair.in_turns.run([]))
             await until(lambda: "run" in pair.calls())
             pair.break_paths({"/metrics": "frozen"})
-            answers = pair.engine.server.answers
-            await until(lambda: pair.engine.server.answers > answers + 12)
+            answers = pair.server.answers
+            await until(lambda: pair.server.answers > answers + 12)
             assert not slow.done()
             assert WAKE not in pair.calls()
             pair.break_paths({})
@@ -155,7 +166,7 @@ def test_running_samples_pause_while_the_trainer_computes(
             await passing
             await until(lambda: WAKE in pair.calls())  # for the sample that waits
             slow.cancel()
-            assert pair.engine.server.starts == 1
+            assert len(pair.started) == 1
 
     asyncio.run(main())
 
@@ -170,27 +181,28 @@ def test_vllm_that_fails_to_sleep_or_wake_is_restarted(
     async def main() -> None:
         async with sleeping(python, tmp_path, monkeypatch) as pair:
             pair.break_paths({path: fault})
-            await pair.engine.run([])
+            await pair.in_turns.run([])
             assert await pair.sampled() == [21]
-            assert pair.engine.server.starts == 2
+            assert len(pair.started) == 2
             pair.break_paths({})
-            await pair.engine.run([])
+            await pair.in_turns.run([])
             assert await pair.sampled() == [21]
-            assert pair.engine.server.starts == 2
+            assert len(pair.started) == 2
 
     asyncio.run(main())
 
 
 def test_vllm_is_restarted_in_its_own_turn(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The memory of a running pass is not free. To break it: leave out `turn` in `VllmServer._start_again`."""
+    """The memory of a running pass is not free. To break it: leave out `turn` in
+    `SharedGpu.launch`."""
 
     async def main() -> None:
         async with sleeping(python, tmp_path, monkeypatch) as pair:
             pair.trainer.go_on.clear()
-            passing = asyncio.create_task(pair.engine.run([]))
+            passing = asyncio.create_task(pair.in_turns.run([]))
             await until(lambda: "run" in pair.calls())
-            os.kill(pair.engine.server.pid, signal.SIGKILL)
-            await until(lambda: not pair.engine.server.up.is_set())
+            os.kill(pair.server.pid, signal.SIGKILL)
+            await until(lambda: not pair.pool.living)
             assert pair.calls()[-1] == "run"
             pair.trainer.go_on.set()
             await passing
@@ -203,45 +215,42 @@ def test_vllm_is_restarted_in_its_own_turn(python: Path, tmp_path: Path, monkeyp
 def test_starts_that_lack_memory_end(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Whoever waits is answered; vLLM is started again with the next sample.
 
-    To break it: leave out `_given_up.set` in `VllmServer._start_again`.
+    To break it: leave out `_failure` in `SamplerPool._change`.
     """
 
     async def main() -> None:
         monkeypatch.setattr(supervisor, "FIRST_RETRY_S", 0.0)
         async with sleeping(python, tmp_path, monkeypatch) as pair:
-            server, short = pair.engine.server, EngineError("vLLM ended: no memory left for the cache")
-            started = server._start
+            started = VllmServer._start
 
-            async def no_memory(python: Path) -> None:
-                pair.trainer._record("start")
-                raise short
+            async def no_memory(server: VllmServer, python: Path) -> None:
+                pair.trainer.record("start")
+                raise EngineError("vLLM ended: no memory left for the cache")
 
-            monkeypatch.setattr(server, "_start", no_memory)
+            monkeypatch.setattr(VllmServer, "_start", no_memory)
             pair.break_paths({WAKE: "out of memory"})
-            await pair.engine.run([])
+            await pair.in_turns.run([])
             for _ in range(2):
-                with pytest.raises(EngineError, match=r"has not started 5 times in a row: .*no memory left"):
+                with pytest.raises(EngineError, match=r"for 5 times in a row: .*no memory left"):
                     await pair.sampled()
             await until(lambda: pair.calls().count("start") == 6)
-            monkeypatch.setattr(server, "_start", started)
+            monkeypatch.setattr(VllmServer, "_start", started)
             pair.break_paths({})
             with pytest.raises(EngineError, match="no memory left"):
                 await pair.sampled()
-            await server.up.wait()
+            await pair.pool.up.wait()
             assert await pair.sampled() == [21]
 
     asyncio.run(main())
 
 
-def test_older_vllm_is_refused(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_older_vllm_is_refused(python: Path, tmp_path: Path):
     async def main() -> None:
         pair = Sleeping(python, tmp_path)
         pair.break_paths({"/openapi.json": "older"})
-        try:
-            with pytest.raises(ConfigError, match=r"no sleep mode that keeps its requests.*vllm.sleep=false"):
-                await pair.engine.server.start()
-        finally:
-            await pair.engine.close()
+        with pytest.raises(ConfigError, match=r"no sleep mode that keeps its requests.*vllm.sleep=false"):
+            await pair.start()
+        await pair.gpu.close()
 
     asyncio.run(main())
 
@@ -260,7 +269,7 @@ def test_sleep_mode_reaches_command_and_environment(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("VLLM_SERVER_DEV_MODE", raising=False)
     for each, expected in ((card, True), (awake, False), (replace(card, device="cpu"), False), (GPU_CARD, False)):
         assert sleeps(VllmConfig(), each) == expected
-        assert ("--enable-sleep-mode" in command_of(Path("python"), VllmConfig(), each, 1)) == expected
+        assert ("--enable-sleep-mode" in command_of(Path("python"), VllmConfig(), each, 1, "m")) == expected
         environment = environment_of(VllmConfig(), each, 0)
         assert ("VLLM_SERVER_DEV_MODE" in environment) == expected
         assert ("expandable" not in environment["PYTORCH_CUDA_ALLOC_CONF"]) == expected
@@ -277,17 +286,17 @@ def test_sleep_without_a_shared_gpu_is_refused(settings: dict[str, Any]):
         ServeConfig(**{"sampler": "vllm", "vllm": {"sleep": True}, **settings})
 
 
-def test_trainer_that_is_busy_delays_no_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(vllm_engine, "RELEASE_S", 0.0)
+def test_trainer_that_is_busy_delays_no_start(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shared_gpu, "RELEASE_S", 0.0)
 
-    async def main() -> None:
-        pair = Sleeping(tmp_path, tmp_path)
-
+    async def main() -> StartedSampler:
         async def busy() -> None:
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(pair.trainer, "release_memory", busy)
-        await pair.engine._release_trainer()
-        await pair.engine.close()
+        return await SharedGpu(busy, None).launch(launch)()
 
-    asyncio.run(main())
+    async def launch() -> StartedSampler:
+        return started
+
+    started = StartedSampler(process=FakeProcess(), ended=asyncio.Event().wait)
+    assert asyncio.run(main()) is started

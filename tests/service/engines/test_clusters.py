@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
+from tests.engine.vllm import stub as vllm_stub
 from tests.service.support.inprocess import Api, api, loss_in, pass_body
 from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.processes.slots import LocalSlots
-from tinsmith.errors import ConfigError
+from tinsmith.engine_options import VllmConfig
+from tinsmith.errors import EngineError
 from tinsmith.service.engines.clusters import ClusterFactory, connect_slots, engine_factory
 from tinsmith.service.engines.host import start_engine
 from tinsmith.service.wire.protobuf import pb
@@ -76,11 +79,17 @@ def test_training_and_sampling_survive_the_death_of_each_process(tmp_path: Path)
     assert asyncio.run(killed()) == asyncio.run(quiet())
 
 
-def test_model_that_does_not_load_leaves_no_process(tmp_path: Path) -> None:
+def test_vllm_that_does_not_start_leaves_no_process(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {vllm_stub.__file__} "$@"\n')
+    python.chmod(0o755)
+    vllm = VllmConfig(python=python, args=("--fail",))
+
     async def run() -> None:
         factory = ClusterFactory(ClusterConfig(), tmp_path)
-        with pytest.raises(ConfigError, match="processes of its own"):  # what the process itself answers
-            await factory(EngineConfig(source="toy", kind="fake", sampler="vllm"))
+        with pytest.raises(EngineError, match="no memory left"):
+            await factory(EngineConfig(source="toy", kind="fake", sampler="vllm", vllm=vllm))
+        assert not psutil.Process().children()
         assert isinstance(factory._slots, LocalSlots)
         assert factory._slots._reserved == []
 
@@ -89,6 +98,7 @@ def test_model_that_does_not_load_leaves_no_process(tmp_path: Path) -> None:
 
 def test_one_process_needs_no_cluster() -> None:
     assert engine_factory(ClusterConfig(), Path()) is start_engine
+    assert isinstance(engine_factory(ClusterConfig(), Path(), has_vllm=True), ClusterFactory)
     assert isinstance(engine_factory(ClusterConfig(samplers=1), Path()), ClusterFactory)
 
 

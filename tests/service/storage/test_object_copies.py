@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.service.support.inprocess import api, loss_in, pass_body, until
-from tinsmith.engine.cluster.files.cache import UNUSED_S
-from tinsmith.engine.cluster.objects import Manifest, ObjectStore, StoreUnavailableError
+from tinsmith.engine.adapters.cache import UNUSED_S
+from tinsmith.engine.adapters.store import Manifest, ObjectStore, StoreUnavailableError
 from tinsmith.service.storage import object_copies
 from tinsmith.service.storage.object_copies import UNNAMED_S, UPLOADS, ObjectCopies
 from tinsmith.service.storage.records import Checkpoint, Model, StoredObject

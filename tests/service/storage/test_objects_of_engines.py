@@ -16,12 +16,12 @@ import pyrage
 import pytest
 
 from tests.service.support.inprocess import Api, api, loss_in, pass_body, trained, until
+from tinsmith.engine.adapters.cache import ObjectCache, ObjectSettings
+from tinsmith.engine.adapters.cached_engine import CachedEngine
+from tinsmith.engine.adapters.store import ObjectStore, StoreUnavailableError
+from tinsmith.engine.adapters.transfer import FolderTransfer, TransferringEngine
 from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.cluster.config import ClusterConfig
-from tinsmith.engine.cluster.files.cache import ObjectCache, ObjectSettings
-from tinsmith.engine.cluster.files.cached_engine import CachedEngine
-from tinsmith.engine.cluster.files.transfer import FolderTransfer, TransferringEngine
-from tinsmith.engine.cluster.objects import ObjectStore, StoreUnavailableError
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.exchange.archive import CONFIG, WEIGHTS
 from tinsmith.engine.fake.engine import FakeEngine

@@ -16,23 +16,25 @@ from typing import ParamSpec, TypeVar
 
 from typing_extensions import override
 
+from tinsmith.engine.adapters.transfer import FolderTransfer, TransferringEngine
 from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.cluster.config import ClusterConfig
-from tinsmith.engine.cluster.files.transfer import FolderTransfer, TransferringEngine
 from tinsmith.engine.cluster.launches import torch_in_slot, vllm_in_slot
 from tinsmith.engine.cluster.plan import plan, uses_gpus, with_threads
 from tinsmith.engine.cluster.pool import SamplerPool
 from tinsmith.engine.cluster.replica import Launch, StartedSampler
+from tinsmith.engine.cluster.shared_gpu import SharedGpu
 from tinsmith.engine.cluster.status import ProcessStatus
 from tinsmith.engine.cluster.trainers.group import start_group
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.interface import Sampler
+from tinsmith.engine.device_sharing import POLICIES
+from tinsmith.engine.interface import Engine, Sampler
 from tinsmith.engine.processes.client import ServedEngine, start_engine
 from tinsmith.engine.processes.rpc import DelegatingEngine, EngineClient, Method
 from tinsmith.engine.processes.slots import Slot, Slots
 from tinsmith.engine.vllm.adapters import check_rank
 from tinsmith.engine.vllm.sampler import ZERO_ADAPTER, write_zero_adapter
-from tinsmith.engine.vllm.server import find_python
+from tinsmith.engine.vllm.server import find_python, sleeps
 from tinsmith.errors import ConfigError, EngineDied
 
 log = logging.getLogger(__name__)
@@ -45,11 +47,16 @@ class ClusterEngine(DelegatingEngine):
     """Trains with `trainer` and samples with `sampler`. Implements `engine.interface.Engine`."""
 
     def __init__(
-        self, trainer: ServedEngine, files: TransferringEngine, sampler: Sampler, max_rank: int | None = None
+        self,
+        trainer: ServedEngine,
+        engine: Engine,
+        files: TransferringEngine,
+        sampler: Sampler,
+        max_rank: int | None = None,
     ) -> None:
-        """`files` is the trainer as far as it reads and writes folders. `max_rank`: of adapters that the samplers take;
-        None for any."""
-        super().__init__(trainer.leader, sampler)
+        """`engine` is the trainer as far as it computes, `files` as far as it reads and writes folders. `max_rank`: of
+        adapters that the samplers take; None for any."""
+        super().__init__(engine, sampler)
         self.trainer = trainer
         self._files, self._max_rank = files, max_rank
 
@@ -110,6 +117,11 @@ class ModelCluster:
         """`folder`: where the service writes and reads the files of adapters; `transfer`: how they reach processes."""
         self.generation = 0
         self.pool: SamplerPool | None = None
+        self._gpu: SharedGpu | None = None
+        """Of the trainer and of the vLLM beside it."""
+        self._has_vllm_here = config.sampler == "vllm" and not cluster.samplers
+        """Whether a vLLM of this machine samples, with the devices of `vllm.devices` or the trainer's."""
+        self._shares_gpu = self._has_vllm_here and not config.vllm.devices
         self._config, self._cluster, self._slots, self._shared = config, cluster, slots, folder
         self._transfer = transfer or FolderTransfer()
         self._trainer_slots: Sequence[Slot] = ()
@@ -134,14 +146,14 @@ class ModelCluster:
             raise
         self._trainer = trainer
         is_vllm = self.pool is not None and self._config.sampler == "vllm"
+        engine = trainer.leader if self._gpu is None else self._gpu.trainer(trainer.leader)
         files = TransferringEngine(trainer, self._transfer)
-        return ClusterEngine(trainer, files, self.pool or files, self._config.vllm.rank if is_vllm else None)
+        max_rank = self._config.vllm.rank if is_vllm else None
+        return ClusterEngine(trainer, engine, files, self.pool or files, max_rank)
 
     async def close(self) -> None:
         """End all processes and give the slots back."""
-        pool, self.pool = self.pool, None
-        if pool is not None:
-            await pool.close()
+        await self._close_pool()
         slots = [*self._trainer_slots, *self._sampler_slots]
         self._trainer_slots, self._sampler_slots, self._trainer = (), (), None
         await self._slots.give_back(slots)
@@ -181,9 +193,17 @@ class ModelCluster:
             for slot, status in zip(self._sampler_slots, samplers, strict=False)
         ]
 
+    async def _close_pool(self) -> None:
+        pool, self.pool = self.pool, None
+        gpu, self._gpu = self._gpu, None
+        if pool is not None:
+            await pool.close()
+        if gpu is not None:
+            await gpu.close()
+
     async def _take_slots(self) -> None:
         machines = await self._slots.machines()
-        gpus = int(uses_gpus(self._config, machines))
+        gpus = 0 if self._has_vllm_here else int(uses_gpus(self._config, machines))
         cluster = self._cluster
         if cluster.sampler_gpus > 1 and not gpus:
             raise ConfigError(
@@ -191,10 +211,14 @@ class ModelCluster:
             )
         self._trainer_slots = await self._slots.reserve(cluster.trainers, name="trainer", gpus=gpus)
         self._sampler_slots = await self._slots.reserve(
-            cluster.samplers, name="sampler", gpus=gpus * cluster.sampler_gpus, strategy="scatter"
+            cluster.samplers or int(self._has_vllm_here),
+            name="sampler",
+            gpus=gpus * cluster.sampler_gpus,
+            strategy="scatter",
         )
         await self._transfer.choose([*self._trainer_slots, *self._sampler_slots], self._shared)
-        self._config = with_threads(self._config, self._trainer_slots, self._sampler_slots, machines)
+        if not self._has_vllm_here:  # vLLM and its trainer have all cores, for often only one of them computes
+            self._config = with_threads(self._config, self._trainer_slots, self._sampler_slots, machines)
         machines = await self._slots.machines()  # with what the slots know of them
         for line in plan(self._config, self._trainer_slots, self._sampler_slots, machines, is_sharded=cluster.shard):
             log.info("%s", line)
@@ -202,12 +226,18 @@ class ModelCluster:
     async def _start_processes(self) -> ServedEngine:
         await asyncio.gather(*(slot.end() for slot in self._trainer_slots))  # confirmed, before others compute
         self.generation += 1
+        if self._shares_gpu:
+            await self._close_pool()  # the trainer measures the memory that is free
         if self.pool is not None or not self._sampler_slots:
             trainer = await self._start_trainer()
         elif self._config.sampler == "vllm":
             await asyncio.to_thread(find_python, self._config.vllm)
             trainer = await self._start_trainer()
-            self.pool = await self._start_vllm(trainer)
+            try:
+                self.pool = await self._start_vllm(trainer)
+            except BaseException:
+                await trainer.close()
+                raise
         else:
             payload = self._transfer.payload
             launches = [self._checked(slot, torch_in_slot(slot, self._config, payload)) for slot in self._sampler_slots]
@@ -222,8 +252,13 @@ class ModelCluster:
                     raise outcome
             assert not isinstance(trainer, BaseException)
         if self.pool is not None:
-            self.pool.use_trainer(TransferringEngine(trainer, self._transfer))
+            self.pool.use_trainer(self._sampling_trainer(trainer))
         return trainer
+
+    def _sampling_trainer(self, trainer: ServedEngine) -> Engine:
+        """The trainer for the pool: it writes versions, and samples what vLLM does not support."""
+        files = TransferringEngine(trainer, self._transfer)
+        return files if self._gpu is None else self._gpu.trainer(files)
 
     async def _start_trainer(self) -> ServedEngine:
         slots, cluster = await self._group() if self._cluster.is_group else (self._trainer_slots, self._cluster)
@@ -272,13 +307,17 @@ class ModelCluster:
 
     async def _start_vllm(self, trainer: ServedEngine) -> SamplerPool:
         """Start vLLM servers, which need the card of the loaded model."""
-        files = TransferringEngine(trainer, self._transfer)
-        zero_adapter = await self._zero_adapter(files) if trainer.card.device == "cpu" else {}
+        is_cpu, transfer = trainer.card.device == "cpu", self._transfer
+        zero_adapter = await self._zero_adapter(TransferringEngine(trainer, transfer)) if is_cpu else {}
         launches = [
-            self._checked(slot, vllm_in_slot(slot, self._config, trainer.card, zero_adapter, self._transfer.payload))
+            self._checked(slot, vllm_in_slot(slot, self._config, trainer.card, zero_adapter, transfer.payload))
             for slot in self._sampler_slots
         ]
-        return await SamplerPool.start(files, launches, trainer.card, self._transfer)
+        if self._shares_gpu:
+            policy = POLICIES[self._config.sharing] if sleeps(self._config.vllm, trainer.card) else None
+            self._gpu = SharedGpu(trainer.release_memory, policy)
+            launches = [self._gpu.launch(launch) for launch in launches]
+        return await SamplerPool.start(self._sampling_trainer(trainer), launches, trainer.card, transfer)
 
     async def _zero_adapter(self, trainer: TransferringEngine) -> dict[str, bytes]:
         """The files of an adapter that changes nothing, which is small."""

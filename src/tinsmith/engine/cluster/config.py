@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from tinsmith.engine.cluster.files.cache import DEFAULT_CACHE
+from tinsmith.engine.adapters.cache import DEFAULT_CACHE
 from tinsmith.engine.config import EngineConfig
 from tinsmith.errors import ConfigError, EngineError
 from tinsmith.plurals import counted

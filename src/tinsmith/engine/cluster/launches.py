@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 
 from tinsmith.engine.base import ModelCard
 from tinsmith.engine.cluster.replica import Launch, StartedSampler
-from tinsmith.engine.cluster.vllm_worker import VllmStart
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.processes.client import ServedEngine, start_engine
 from tinsmith.engine.processes.slots import Program, Slot
 from tinsmith.engine.processes.supervisor import wait_for_end
+from tinsmith.engine.vllm.sampler import VllmSampler
+from tinsmith.engine.vllm.worker import VllmStart
 
-VLLM_WORKER = Program(module="tinsmith.engine.cluster.vllm_worker")
+VLLM_WORKER = Program(module="tinsmith.engine.vllm.worker")
 
 
 def torch_in_slot(slot: Slot, config: EngineConfig, payload: bytes = b"") -> Launch:
@@ -33,14 +35,18 @@ def vllm_in_slot(
 ) -> Launch:
     """A vLLM server, over all GPUs of the slot. `card` is the trainer's.
 
-    `zero_adapter`: on a CPU, the files that `write_zero_adapter` has written. `payload`: of its launch_token.
+    `zero_adapter`: on a CPU, the files that `write_zero_adapter` has written. `payload`: of its launch token.
     """
     start = VllmStart(config=for_slot(config, slot.gpus), card=card, zero_adapter=zero_adapter)
     generations = itertools.count(1)
 
     async def launch() -> StartedSampler:
         engine = await start_engine(slot, start, config.source, next(generations), VLLM_WORKER, payload)
-        return watched(engine, config.engine_timeout_s, slot.name)
+        return replace(
+            watched(engine, config.engine_timeout_s, slot.name),
+            sleep=lambda: engine.call(VllmSampler.sleep),
+            wake_up=lambda: engine.call(VllmSampler.wake_up),
+        )
 
     return launch
 

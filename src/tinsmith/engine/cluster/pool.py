@@ -16,14 +16,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tinsmith.engine.adapters.transfer import FolderTransfer
 from tinsmith.engine.base import ModelCard, OnDelta, SampleRequest, SampleResult, SequenceDelta
-from tinsmith.engine.cluster.files.transfer import FolderTransfer
 from tinsmith.engine.cluster.prefixes import PrefixTable, choose_replica, prompt_blocks
-from tinsmith.engine.cluster.replica import Launch, RunningSampler, SamplerReplica
+from tinsmith.engine.cluster.replica import MAX_FAILED_STARTS, Launch, RunningSampler, SamplerReplica
 from tinsmith.engine.interface import Sampler
 from tinsmith.engine.sampling.capacity import cache_reserve
-from tinsmith.engine.vllm import completions
-from tinsmith.errors import EngineDied, Gone, TinsmithError
+from tinsmith.engine.vllm import client
+from tinsmith.errors import EngineDied, EngineError, Gone, TinsmithError
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,8 @@ class _Version:
     folder: Path | None = None
     decided: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once there is a folder, or never will be."""
+    on_trainer: str = ""
+    """Its name on the trainer, if the trainer has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +78,13 @@ class SamplerPool:
     ) -> None:
         self.up = asyncio.Event()
         """Set while at least one replica runs."""
+        self._may_choose = asyncio.Event()
+        """Set while a request need not wait for a replica: one runs, or none starts."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when a replica starts or ends."""
         self.counts = RoutingCounts()
         numbers = itertools.count(1)
         self._trainer, self._card, self._transfer = trainer, card, transfer
-        self._on_trainer: set[str] = set()
-        """Versions that the trainer was given, by their names on the replicas."""
         self._replicas = [SamplerReplica(index, launch, numbers, self._change) for index, launch in enumerate(launches)]
         self._table = PrefixTable()
         self._versions: dict[str, _Version] = {}
@@ -122,14 +124,17 @@ class SamplerPool:
 
     def use_trainer(self, trainer: Sampler) -> None:
         """Take versions from a new trainer. Those that the old one has not written are lost with it."""
-        self._trainer, self._on_trainer = trainer, set()
-        for version in [version for version, record in self._versions.items() if record.folder is None]:
-            self._versions.pop(version).decided.set()
+        self._trainer = trainer
+        for version, record in list(self._versions.items()):
+            record.on_trainer = ""
+            if record.folder is None:
+                self._versions.pop(version).decided.set()
 
     async def capture(self, model_id: str, version: str) -> None:
         await self._trainer.capture(model_id, version)
         await self._withdraw(version)
-        self._versions[version] = self._new(version)
+        self._versions[version] = record = self._new(version)
+        record.on_trainer = version
 
     async def persist(self, version: str, to: Path) -> int:
         record = self._versions.get(version)
@@ -214,13 +219,12 @@ class SamplerPool:
         record.decided.set()
         record.folder = None
         await asyncio.gather(*(sampler.detach(record.name) for sampler in self._samplers_up().values()))
-        if record.name in self._on_trainer:
-            self._on_trainer.discard(record.name)
+        if record.on_trainer == record.name:
             with suppress(EngineDied):
                 await self._trainer.detach(record.name)
 
-    async def _published(self, version: str) -> tuple[str, Path]:
-        """Name and folder of a version on the replicas, once it is written.
+    async def _published(self, version: str) -> tuple[_Version, Path]:
+        """A version and its folder, once it is written.
 
         Raises Gone for an unknown version, and for one whose folder not all replicas see: it is to be attached again.
         """
@@ -229,7 +233,7 @@ class SamplerPool:
             await record.decided.wait()
         if record is None or record.folder is None or not self._transfer.can_read(record.folder):
             raise Gone(f"The samplers have no version '{version}'.", "Save the weights again.")
-        return record.name, record.folder
+        return record, record.folder
 
     # Requests.
 
@@ -237,11 +241,11 @@ class SamplerPool:
         """Sample on a replica, or on the trainer's engine what vLLM does not support."""
         if self._card is None:
             return await self._sample_on_replicas(request, on_delta)
-        if not completions.is_supported(request, self._card):
+        if not client.is_supported(request, self._card):
             return await self._sample_on_trainer(request, on_delta)
-        if not completions.has_prompt_questions(request):
+        if not client.has_prompt_questions(request):
             return await self._sample_on_replicas(request, on_delta)
-        questions = asyncio.create_task(self._sample_on_trainer(completions.prompt_questions(request), None))
+        questions = asyncio.create_task(self._sample_on_trainer(client.prompt_questions(request), None))
         try:
             sampled, about_prompt = await self._sample_on_replicas(request, on_delta), await questions
         finally:
@@ -251,11 +255,12 @@ class SamplerPool:
 
     async def _sample_on_trainer(self, request: SampleRequest, on_delta: OnDelta | None) -> SampleResult:
         if request.version is not None:
-            name, folder = await self._published(request.version)
-            if name not in self._on_trainer:
-                await self._trainer.attach(name, folder)
-                self._on_trainer.add(name)
-            request = replace(request, version=name)
+            record = self._versions.get(request.version)
+            if record is None or not record.on_trainer:
+                record, folder = await self._published(request.version)
+                await self._trainer.attach(record.name, folder)
+                record.on_trainer = record.name
+            request = replace(request, version=record.on_trainer)
         try:
             return await self._trainer.sample(request, on_delta)
         except asyncio.CancelledError:
@@ -271,8 +276,8 @@ class SamplerPool:
             folder = None
             routed = request
             if request.version is not None:
-                name, folder = await self._published(request.version)
-                routed = replace(request, version=name)
+                record, folder = await self._published(request.version)
+                routed = replace(request, version=record.name)
             sampler = await self._choose(routed)
             try:
                 return await _sample_on(sampler, routed, folder, sent.on_delta)
@@ -285,9 +290,18 @@ class SamplerPool:
             self.counts.moved += 1
 
     async def _choose(self, request: SampleRequest) -> RunningSampler:
-        """The replica for a request, once one runs."""
+        """The replica for a request, once one runs. Raises EngineError if none starts."""
+        if self._failure:
+            for replica in self._replicas:
+                replica.retry()
         while not (samplers := self._samplers_up()):
-            await self.up.wait()
+            if self._failure:
+                raise EngineError(
+                    f"No sampler has started for {MAX_FAILED_STARTS} times in a row: {self._failure}",
+                    "Fix the cause; if another program takes the memory of the GPU, end it. The samplers are started "
+                    "again with the next sample.",
+                )
+            await self._may_choose.wait()
         loads = {number: float(sampler.load) for number, sampler in samplers.items()}
         length, answer = len(request.prompt), cache_reserve(request) / request.num_samples
         blocks = prompt_blocks(request.prompt, (request.version, request.cache_scope))
@@ -308,11 +322,17 @@ class SamplerPool:
                 replica.sampler = None
                 self._change()
 
+    @property
+    def _failure(self) -> str:
+        """Why no replica starts; empty while one runs or may start."""
+        return self._replicas[0].failure if all(replica.failure for replica in self._replicas) else ""
+
     def _change(self) -> None:
-        if self.living:
-            self.up.set()
-        else:
-            self.up.clear()
+        for event, is_set in ((self.up, self.living), (self._may_choose, self.living or self._failure)):
+            if is_set:
+                event.set()
+            else:
+                event.clear()
         self.on_change()
 
 

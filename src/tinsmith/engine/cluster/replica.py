@@ -15,9 +15,12 @@ from typing import Protocol
 
 from tinsmith.engine.base import OnDelta, SampleRequest, SampleResult
 from tinsmith.engine.processes.supervisor import keep_running
-from tinsmith.errors import TinsmithError
+from tinsmith.errors import EngineDied, TinsmithError
 
 log = logging.getLogger(__name__)
+
+MAX_FAILED_STARTS = 5
+"""Failed starts in a row after which waiting requests fail, and a process is started only when another one comes."""
 
 
 class SamplerProcess(Protocol):
@@ -56,6 +59,10 @@ class SamplerProcess(Protocol):
         ...
 
 
+async def _no_sleep() -> None:
+    """A sampler without sleep mode keeps its memory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedSampler:
     """A sampler that is loaded, and how to wait for its end."""
@@ -63,6 +70,10 @@ class StartedSampler:
     process: SamplerProcess
     ended: Callable[[], Awaitable[str]]
     """Waits until the process has ended, ends it if it stalls, and returns the reason."""
+    sleep: Callable[[], Awaitable[None]] = _no_sleep
+    """Gives the memory of the GPU back and pauses the requests."""
+    wake_up: Callable[[], Awaitable[None]] = _no_sleep
+    """Lets it go on with the requests."""
 
 
 Launch = Callable[[], Awaitable[StartedSampler]]
@@ -113,6 +124,9 @@ class SamplerReplica:
         self.sampler: RunningSampler | None = None
         """The running process; None while there is none."""
         self.starts = 0
+        self.failure = ""
+        """Why the process has not started MAX_FAILED_STARTS times in a row; it is then started again by `retry`."""
+        self._retry = asyncio.Event()
         self._launch, self._numbers, self._on_change = launch, numbers, on_change
         self._started: StartedSampler | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -120,7 +134,12 @@ class SamplerReplica:
     async def start(self) -> None:
         """Start the first process. Raises the error of its start."""
         await self._start()
-        self._watch = asyncio.create_task(keep_running(f"Sampler {self.index}", self._end, self._start))
+        name = f"Sampler {self.index}"
+        self._watch = asyncio.create_task(keep_running(name, self._end, self._start, self._pause_starts))
+
+    def retry(self) -> None:
+        """Start a process that has not started for MAX_FAILED_STARTS times once more."""
+        self._retry.set()
 
     async def close(self) -> None:
         """End the process for good."""
@@ -135,8 +154,17 @@ class SamplerReplica:
     async def _start(self) -> None:
         self._started = await self._launch()
         self.starts += 1
+        self.failure = ""
         self.sampler = RunningSampler(next(self._numbers), self._started.process)
         self._on_change()
+
+    async def _pause_starts(self, failed: int, error: Exception) -> None:
+        """Wait for `retry` after MAX_FAILED_STARTS, unless the process died: a machine that was lost may come back."""
+        if failed >= MAX_FAILED_STARTS and not isinstance(error, EngineDied):
+            self._retry.clear()
+            self.failure = str(error)
+            self._on_change()
+            await self._retry.wait()
 
     async def _end(self) -> str:
         """Wait until the process has ended and close what is left of it; returns the reason."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from tinsmith.engine.adapters.cached_engine import with_objects
 from tinsmith.engine.build import build
-from tinsmith.engine.cluster.files.cached_engine import with_objects
 from tinsmith.engine.processes.worker import open_link, serve
 
 

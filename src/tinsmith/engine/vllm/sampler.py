@@ -1,32 +1,27 @@
-"""Sampling with a vLLM server: its process, the adapter versions in it, and the requests that it runs.
+"""A vLLM server as a sampler: its process, the adapter versions in it, and the requests that it runs.
 
-A VllmSampler answers the requests that `completions.is_supported` names; `engine.vllm.engine` and the pool of a cluster
-leave the others to the training engine.
+A VllmSampler answers the requests that `client.is_supported` names; the pool leaves the others to the trainer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-import httpx
+from typing import TypeVar
 
 from tinsmith.engine.base import LoraSpec, ModelCard, OnDelta, SampleRequest, SampleResult
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.device_sharing import MemoryTurns
 from tinsmith.engine.interface import Trainer
-from tinsmith.engine.vllm import completions
-from tinsmith.engine.vllm.adapters import VersionHolder, VllmVersions
-from tinsmith.engine.vllm.completions import CompletionParser
-from tinsmith.engine.vllm.server import BASE, VllmServer
+from tinsmith.engine.vllm.adapters import VllmVersions
+from tinsmith.engine.vllm.client import VllmClient
+from tinsmith.engine.vllm.server import EXIT_NOTICE_S, VllmServer
 from tinsmith.errors import EngineDied, Gone
 
-CONNECT_TIMEOUT_S = 10.0
+T = TypeVar("T")
 ZERO_ADAPTER = "plain"
 """An adapter that changes nothing, for samples of the base model on a CPU: in a batch with rows that name an adapter,
 vLLM's CPU code (0.32) applies the adapter of its last slot to rows that name none."""
@@ -42,33 +37,13 @@ async def write_zero_adapter(trainer: Trainer, folder: Path) -> None:
 class VllmSampler:
     """A vLLM server and what it samples."""
 
-    def __init__(
-        self,
-        holder: VersionHolder,
-        config: EngineConfig,
-        card: ModelCard,
-        *,
-        restarts: bool,
-        turns: MemoryTurns | None = None,
-        make_room: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        """`holder` has every version. The others are those of VllmServer."""
+    def __init__(self, config: EngineConfig, card: ModelCard) -> None:
         self.card = card
         self.folder = Path(tempfile.mkdtemp(prefix="tinsmith-vllm-"))
-        self.server = VllmServer(
-            config.vllm,
-            card,
-            config.threads,
-            self.folder,
-            timeout_s=config.engine_timeout_s,
-            restarts=restarts,
-            turns=turns,
-            make_room=make_room,
-        )
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        self._client = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
-        self.versions = VllmVersions(holder, self.server, self._client, config.vllm.rank, self.folder)
+        timeout_s = config.engine_timeout_s
+        self.server = VllmServer(config.vllm, card, config.threads, self.folder, timeout_s=timeout_s)
+        self._client = VllmClient(self.server)
+        self._versions = VllmVersions(self.server, self._client, config.vllm.rank, self.folder)
         self._running: dict[str, asyncio.Task[SampleResult]] = {}
 
     @property
@@ -77,12 +52,12 @@ class VllmSampler:
         return self.server.answers
 
     async def attach(self, version: str, source: Path) -> None:
-        """Register an adapter folder as a version."""
-        await self.versions.attach(version, source)
+        """Register an adapter folder as a version and load it."""
+        await self._or_end(self._versions.attach(version, source))
 
     async def detach(self, version: str) -> None:
         """Delete a version; unknown names are ignored."""
-        await self.versions.detach(version)
+        await self._versions.detach(version)
 
     async def cancel(self, request_id: str) -> None:
         """Stop a request; its `sample` call raises Gone."""
@@ -92,15 +67,23 @@ class VllmSampler:
     async def release_memory(self) -> None:
         """The memory of vLLM is fixed at its start."""
 
+    async def sleep(self) -> None:
+        """Give the memory of the GPU back and pause all requests."""
+        await self.server.sleep()
+
+    async def wake_up(self) -> None:
+        """Go on with the requests."""
+        await self.server.wake_up()
+
     async def close(self) -> None:
-        """End vLLM and delete its copies of versions."""
+        """End vLLM and delete its links to versions."""
         await self.server.close()
-        await self._client.aclose()
+        await self._client.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
         """Sample in a task that `cancel` can end: vLLM stops when the connection is closed."""
-        task = asyncio.create_task(self._sample_version(request, on_delta))
+        task = asyncio.create_task(self._sample(request, on_delta))
         self._running[request.request_id] = task
         try:
             await asyncio.wait([task])
@@ -109,58 +92,20 @@ class VllmSampler:
             del self._running[request.request_id]
         if task.cancelled():
             raise Gone(f"Request {request.request_id} was cancelled.", "Submit it again.")
-        return task.result()
+        return await self._or_end(task)
 
-    async def _sample_version(self, request: SampleRequest, on_delta: OnDelta | None) -> SampleResult:
+    async def _sample(self, request: SampleRequest, on_delta: OnDelta | None) -> SampleResult:
         if request.version is None and self.card.device != "cpu":
-            return await self._complete(request, BASE, on_delta)
-        async with self.versions.loaded(request.version or ZERO_ADAPTER) as lora_name:
-            return await self._complete(request, lora_name, on_delta)
+            return await self._client.complete(request, self.card, self.server.name, on_delta)
+        async with self._versions.loaded(request.version or ZERO_ADAPTER) as lora_name:
+            return await self._client.complete(request, self.card, lora_name, on_delta)
 
-    async def _complete(self, request: SampleRequest, name: str, on_delta: OnDelta | None) -> SampleResult:
-        await self.server.wait_until_up()
-        async with self.server.turn(pausable=True):
-            return await self._completed(request, name, on_delta)
-
-    async def _completed(self, request: SampleRequest, name: str, on_delta: OnDelta | None) -> SampleResult:
-        await self.server.wait_until_up()
-        start = self.server.starts
-        body = completions.request_body(request, self.card, name, stream=on_delta is not None)
-        url, parser = f"{self.server.url}/v1/completions", CompletionParser(request)
+    async def _or_end(self, call: Awaitable[T]) -> T:
+        """The result of a call. If vLLM has ended, its error comes once that is known everywhere: `server.ended`."""
         try:
-            with self.server.sampling():
-                if on_delta is None:
-                    response = await self._client.post(url, json=body)
-                    _check(response.status_code, response.text)
-                    parser.add(response.json())
-                else:
-                    await self._stream(url, body, parser, on_delta)
-        except httpx.TransportError as error:
-            raise await self.server.connection_lost(start) from error
-        except _Failed as error:
-            raise await self.server.request_failed(start, f"vLLM failed: {error}"[:500]) from error
-        return parser.result()
-
-    async def _stream(self, url: str, body: dict[str, Any], parser: CompletionParser, on_delta: OnDelta) -> None:
-        async with self._client.stream("POST", url, json=body) as response:
-            if response.status_code != 200:
-                _check(response.status_code, (await response.aread()).decode(errors="replace"))
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line.removeprefix("data: "))
-                if "error" in chunk:
-                    raise _Failed(chunk["error"])
-                for delta in parser.add(chunk):
-                    on_delta(delta)
-
-
-class _Failed(Exception):
-    """vLLM answered with an error."""
-
-
-def _check(status: int, text: str) -> None:
-    if status == 404:  # the adapter was loaded into a vLLM that has ended since
-        raise EngineDied("vLLM was restarted in the meantime.", "Submit the request again.", from_outside=True)
-    if status != 200:
-        raise _Failed(f"status {status}: {text}")
+            return await call
+        except EngineDied:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(EXIT_NOTICE_S):
+                    await self.server.ended.wait()
+            raise

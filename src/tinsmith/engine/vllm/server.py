@@ -1,7 +1,7 @@
-"""vLLM's server as a child process: found, started, watched, and restarted when it ends.
+"""vLLM's server as a child process: found, started and watched.
 
 It listens on a free port of 127.0.0.1 and ends with this process, however this process ends. Its log is a file, whose
-last lines are part of the error if it does not start. Requests are in `completions`, loaded adapters in `adapters`.
+last lines are part of the error if it does not start. Requests are in `client`, loaded adapters in `adapters`.
 """
 
 from __future__ import annotations
@@ -11,31 +11,29 @@ import errno
 import logging
 import math
 import os
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import httpx
 
 from tinsmith.engine.base import ModelCard
-from tinsmith.engine.device_sharing import MemoryTurns
 from tinsmith.engine.memory_plan import VLLM_ALONE_SHARE
 from tinsmith.engine.process_end import ProcessEnd, process_end
 from tinsmith.engine.processes.child import CHILD_ENVIRONMENT
 from tinsmith.engine.processes.heartbeat import Wait, first_overdue, followers_seconds
-from tinsmith.engine.processes.supervisor import keep_running, start_until_up
+from tinsmith.engine.processes.supervisor import start_until_up
 from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError, EngineDied, EngineError, TinsmithError, Unsupported
 
 log = logging.getLogger(__name__)
 
-BASE = "base"
-"""Name of the base model without an adapter in requests."""
 LOCAL = Path(".venv-vllm/bin/python")
 """Where `make vllm` installs it."""
 CPU_SHARE = 0.3
@@ -61,8 +59,6 @@ STEP_LIMIT_S = 24 * 3600
 """vLLM's own limit for a step on a CPU, where its default (300 s) ends it at a long prompt: `_check_health` finds the
 steps that compute nothing."""
 END_TIMEOUT_S = 4.0
-MAX_FAILED_STARTS = 5
-"""Failed starts in a row after which waiting requests fail, and vLLM is started again only when another one comes."""
 EXPANDABLE = "expandable_segments:True"
 """Setting of PyTorch's allocator that vLLM's sleep mode excludes."""
 
@@ -96,9 +92,9 @@ def check_model(card: ModelCard) -> None:
         )
 
 
-def command_of(python: Path, config: VllmConfig, card: ModelCard, port: int) -> list[str]:
-    """The command that starts vLLM. It loads the model from where the tokenizer is: folders hold both, and the hub's
-    cache is shared."""
+def command_of(python: Path, config: VllmConfig, card: ModelCard, port: int, name: str) -> list[str]:
+    """The command that starts vLLM, with `name` for the base model. It loads the model from where the tokenizer is:
+    folders hold both, and the hub's cache is shared."""
     head = ["--hf-overrides", '{"head_dtype": "float32"}'] if card.dtype == "bfloat16" else []
     context = card.vllm_context or card.original_context or card.context_length
     # vLLM (0.32) on a CPU ends at a sample with a seed whose prompt it computes in parts.
@@ -106,7 +102,7 @@ def command_of(python: Path, config: VllmConfig, card: ModelCard, port: int) -> 
     slots = config.adapters + (card.device == "cpu")  # on a CPU one adapter stands for the base model
     return [
         *(str(python), str(GUARD), "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", card.tokenizer, "--served-model-name", BASE, "--host", "127.0.0.1", "--port", str(port)),
+        *("--model", card.tokenizer, "--served-model-name", name, "--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", card.dtype, "--max-model-len", str(context), *head),
         *(whole if card.device == "cpu" else ()),
         *("--generation-config", "vllm"),  # no sampling parameters out of the model's folder
@@ -156,11 +152,11 @@ def environment_of(config: VllmConfig, card: ModelCard, threads: int) -> dict[st
             overrides["OMP_NUM_THREADS"] = str(threads)
     if config.devices:
         overrides["CUDA_VISIBLE_DEVICES"] = config.devices
-    # vLLM has its own packages, and its own settings of PyTorch.
+    # vLLM has its own packages, and its own settings of PyTorch; its only client has no key.
     inherited = {
         key: value
         for key, value in os.environ.items()
-        if key != "PYTHONPATH" and (key, value) not in CHILD_ENVIRONMENT.items()
+        if key not in ("PYTHONPATH", "VLLM_API_KEY") and (key, value) not in CHILD_ENVIRONMENT.items()
     }
     if sleeps(config, card):
         overrides["VLLM_SERVER_DEV_MODE"] = "1"  # /sleep and /wake_up are paths of this mode
@@ -189,28 +185,16 @@ def _metrics(text: str) -> list[str]:
 
 
 class VllmServer:
-    """The child process. `url` belongs to the current one; `up` is set while it responds."""
+    """The child process, from its start to its end."""
 
     def __init__(
-        self,
-        config: VllmConfig,
-        card: ModelCard,
-        threads: int,
-        folder: Path,
-        *,
-        timeout_s: float = 120.0,
-        restarts: bool = True,
-        turns: MemoryTurns | None = None,
-        make_room: Callable[[], Awaitable[None]] | None = None,
+        self, config: VllmConfig, card: ModelCard, threads: int, folder: Path, *, timeout_s: float = 120.0
     ) -> None:
         """`timeout_s`: time without an answer of /health or of a call inside `answered_in_time`, or without progress of
-        the requests that run, after which vLLM is killed. `restarts`: whether a vLLM that ends is started again;
-        otherwise `ended` is set. `turns`: in which vLLM has its memory on the GPU; None if it always has. `make_room`
-        is awaited before each start, and must not raise."""
+        the requests that run, after which vLLM is killed."""
         self._config, self._card, self._threads = config, card, threads
         self._timeout_s = timeout_s
         self._log = folder / "vllm.log"
-        self._python: Path | None = None
         self._child: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self._health = Wait("/health has not answered with status 200", timeout_s)
@@ -219,21 +203,19 @@ class VllmServer:
         self._requests = 0
         """Samples that run now."""
         self._stall: ProcessEnd | None = None
-        """Why the current process was killed."""
+        """Why it was killed."""
+        self.name = ""
+        """Name of the base model without an adapter in requests. No other vLLM has it, so that none answers them."""
         self.url = ""
-        self.starts = 0
-        """Number of successful starts. Adapters loaded into an earlier process are not in the current one."""
-        self.up = asyncio.Event()
         self.ended = asyncio.Event()
+        self.end: ProcessEnd | None = None
+        """Why it ended, once it has."""
+        self.on_end: Callable[[ProcessEnd], None] = lambda _: None
+        """Called before requests fail because vLLM has ended after its start."""
         self.answers = 0
         """Answers of /health so far."""
         self.is_asleep = False
         """Whether vLLM has given its memory back."""
-        self._restarts, self._turns, self._make_room = restarts, turns, make_room
-        self._failure = ""
-        """Why vLLM did not start the last time, once it has not started several times in a row."""
-        self._given_up, self._wanted = asyncio.Event(), asyncio.Event()
-        """Set while there is a failure, and when a request comes then."""
 
     async def start(self) -> None:
         """Start vLLM and wait until it responds.
@@ -242,59 +224,25 @@ class VllmServer:
         ends.
         """
         check_model(self._card)
-        self._python = await asyncio.to_thread(find_python, self._config)
+        python = await asyncio.to_thread(find_python, self._config)
         name = f"vLLM for {self._card.source}"
-        async with self.turn():
-            await start_until_up(name, partial(self._start, self._python), errors=(PortTakenError,))
-        if self._restarts:
-            start = partial(self._start_again, self._python)
-            self._watch = asyncio.create_task(keep_running(name, self._wait_for_end, start, self._pause_starts))
-        else:
-            self._watch = asyncio.create_task(self._note_end())
+        child = await start_until_up(name, partial(self._start, python), errors=(PortTakenError,))
+        self._watch = asyncio.create_task(self._note_end(child))
 
     @property
     def pid(self) -> int:
         """Process id of vLLM, 0 while there is none."""
         return self._child.pid if self._child is not None else 0
 
-    @asynccontextmanager
-    async def turn(self, *, pausable: bool = False) -> AsyncIterator[None]:
-        """Have vLLM's memory on the GPU inside the block, except for pauses if it is `pausable`."""
-        if self._turns is None:
-            yield
-            return
-        async with self._turns.turn("sampling", pausable=pausable):
-            yield
-
-    async def wait_until_up(self) -> None:
-        """Wait until vLLM responds. Raises EngineError if it has not started MAX_FAILED_STARTS times in a row; it is
-        then started again."""
-        if self._failure:
-            self._wanted.set()
-        elif not self.up.is_set():
-            waits = [asyncio.create_task(event.wait()) for event in (self.up, self._given_up)]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for wait in waits:
-                    wait.cancel()
-        if self._failure:
-            raise EngineError(
-                f"vLLM for {self._card.source} has not started {MAX_FAILED_STARTS} times in a row: {self._failure}",
-                "Fix the cause; if another program takes the memory of the GPU, end it. vLLM is started again with the "
-                "next sample.",
-            )
-
     async def sleep(self) -> None:
         """Let vLLM give the memory of the GPU back and pause its requests, until `wake_up`. It is killed if it does
         not."""
-        if self.up.is_set():
-            self.is_asleep = True
-            await self._switch("/sleep?level=1&mode=keep")
+        self.is_asleep = True
+        await self._switch("/sleep?level=1&mode=keep")
 
     async def wake_up(self) -> None:
-        """Let a vLLM that sleeps go on with its requests. It is killed, and started again, if it does not."""
-        if self.up.is_set() and self.is_asleep:
+        """Let a vLLM that sleeps go on with its requests. It is killed if it does not."""
+        if self.is_asleep:
             await self._switch("/wake_up")
             self.is_asleep = False
 
@@ -310,31 +258,26 @@ class VllmServer:
             fault = f"{path} answered with status {response.status_code}: {response.text[:500]}"
         if child is not None:
             self._stall = self._stall or ProcessEnd(fault, from_outside=True)  # no request is the cause
-            self.up.clear()
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             await child.wait()
 
-    async def connection_lost(self, start: int) -> EngineDied:
-        """Error for a request to the vLLM of that start whose connection broke. If it ended, `up` is cleared before the
-        next request."""
+    async def connection_lost(self) -> EngineDied:
+        """Error for a request whose connection broke."""
         code = None
         if self._child is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(EXIT_NOTICE_S):
                     code = await self._child.wait()
-                self.up.clear()
-        end = self._stall or process_end(code, memory_ran_out=True)
-        death = EngineDied(
+        end = self.end or self._stall or process_end(code, memory_ran_out=True)
+        return EngineDied(
             f"vLLM ended before the end of the response ({end.text}).",
             "It is being restarted: try again later.",
             from_outside=end.from_outside,
         )
-        death.process = start
-        return death
 
-    async def request_failed(self, start: int, message: str) -> TinsmithError:
-        """Error for a request that the vLLM of that start answered with an error.
+    async def request_failed(self, message: str) -> TinsmithError:
+        """Error for a request that vLLM answered with an error.
 
         A vLLM whose engine has ended answers every request so, and /health too, until it exits: it is killed.
         """
@@ -345,11 +288,11 @@ class VllmServer:
             is_dead = not isinstance(error, httpx.TimeoutException)
         if not is_dead:
             return EngineError(message, "See vLLM's log.")
-        if self.starts == start and self._child is not None:
+        if self._child is not None:
             self._stall = ProcessEnd("its engine has ended", from_outside=False)
             with suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
-        return await self.connection_lost(start)
+        return await self.connection_lost()
 
     @contextmanager
     def answered_in_time(self, call: str) -> Iterator[None]:
@@ -379,17 +322,15 @@ class VllmServer:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait([self._watch])
-        self.up.clear()
         await self._end()
 
-    async def _start(self, python: Path) -> None:
-        if self._make_room is not None:
-            await self._make_room()
+    async def _start(self, python: Path) -> asyncio.subprocess.Process:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        command = command_of(python, self._config, self._card, port)
+        self.name = f"base-{secrets.token_hex(8)}"
+        command = command_of(python, self._config, self._card, port, self.name)
         with self._log.open("ab") as out:
-            self._child = await asyncio.create_subprocess_exec(
+            self._child = child = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=subprocess.PIPE,  # stays open until this process ends: the guard watches it
                 stdout=out,
@@ -397,12 +338,12 @@ class VllmServer:
                 start_new_session=True,
                 env=environment_of(self._config, self._card, self._threads),
             )
-        log.info("Starting vLLM for %s (process %d); its log is %s", self._card.source, self._child.pid, self._log)
+        log.info("Starting vLLM for %s (process %d); its log is %s", self._card.source, child.pid, self._log)
         self.url = f"http://127.0.0.1:{port}"
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                await self._wait_until_up(self._child)
-                await self._check_sleep_mode()
+                await self._wait_until_up(child)
+                await self._check_sleep_mode(python)
         except (TinsmithError, TimeoutError, asyncio.CancelledError) as error:
             await self._end()
             if isinstance(error, EngineError) and _is_taken(port):
@@ -410,12 +351,11 @@ class VllmServer:
             if isinstance(error, TimeoutError):
                 raise EngineError(f"vLLM did not respond within {START_TIMEOUT_S:.0f} s.{self._log_tail()}") from error
             raise
-        self.starts += 1
-        self.is_asleep = False
-        self.up.set()
         log.info("vLLM for %s is up on %s", self._card.source, self.url)
+        return child
 
     async def _wait_until_up(self, child: asyncio.subprocess.Process) -> None:
+        """Raises EngineError if vLLM ends, PortTakenError if another program answers on its port."""
         async with httpx.AsyncClient(base_url=self.url, timeout=5, trust_env=False) as client:
             while True:
                 if child.returncode is not None:
@@ -424,56 +364,49 @@ class VllmServer:
                         f"vLLM for {source} ended during startup (exit {code}).{self._log_tail()}",
                         "If it lacks memory, change vllm.memory, vllm.adapters or vllm.rank (docs/serve/vllm.md).",
                     )
-                with suppress(httpx.TransportError):
+                with suppress(httpx.HTTPError):
                     if (await client.get("/health")).status_code == 200:
+                        await self._check_name(client)
                         return
                 await asyncio.sleep(POLL_INTERVAL_S)
 
-    async def _check_sleep_mode(self) -> None:
+    async def _check_name(self, client: httpx.AsyncClient) -> None:
+        """Raises PortTakenError if what answers is not this vLLM, which alone serves a model of its name."""
+        response = await client.get("/v1/models")
+        served: list[str] = []
+        with suppress(ValueError, KeyError, TypeError):
+            served = [model["id"] for model in response.json()["data"]]
+        if self.name not in served:
+            raise PortTakenError(
+                f"Another program answers on the port of vLLM for {self._card.source} ({self.url}).",
+                "Wait: vLLM is started on another port.",
+            )
+
+    async def _check_sleep_mode(self, python: Path) -> None:
         """Raises ConfigError if vLLM is to sleep, and would abort its requests then, as older versions do."""
-        if self._turns is None:
+        if not sleeps(self._config, self._card):
             return
         async with httpx.AsyncClient(base_url=self.url, timeout=self._timeout_s, trust_env=False) as client:
             paths = (await client.get("/openapi.json")).json()["paths"]
         options = paths.get("/sleep", {}).get("post", {}).get("parameters", [])
         if not any(option["name"] == "mode" for option in options):
             raise ConfigError(
-                f"The vLLM of {self._python} has no sleep mode that keeps its requests (POST /sleep?mode=keep).",
+                f"The vLLM of {python} has no sleep mode that keeps its requests (POST /sleep?mode=keep).",
                 "Install a newer vLLM, or set vllm.sleep=false.",
             )
 
-    async def _wait_for_end(self) -> str:
-        """Wait until vLLM has ended, which is killed if it is stalled; returns the reason."""
-        assert self._child is not None
-        self._stall = None
-        watch = asyncio.create_task(self._kill_when_stalled(self._child))
+    async def _note_end(self, child: asyncio.subprocess.Process) -> None:
+        """Set `ended` once vLLM has ended, which is killed if it is stalled."""
+        watch = asyncio.create_task(self._kill_when_stalled(child))
         try:
-            code = await self._child.wait()
+            code = await child.wait()
         finally:
             watch.cancel()
-        self.up.clear()
         await self._end()
-        end = self._stall or process_end(code, memory_ran_out=True)
-        return end.text + self._log_tail(5)
-
-    async def _note_end(self) -> None:
-        """Set `ended` once vLLM has ended."""
-        log.warning("vLLM for %s ended (%s).", self._card.source, await self._wait_for_end())
+        self.end = self._stall or process_end(code, memory_ran_out=True)
+        log.warning("vLLM for %s ended (%s).%s", self._card.source, self.end.text, self._log_tail(5))
+        self.on_end(self.end)
         self.ended.set()
-
-    async def _start_again(self, python: Path) -> None:
-        async with self.turn():
-            await self._start(python)
-        self._failure = ""
-        self._given_up.clear()
-
-    async def _pause_starts(self, failed: int, error: Exception) -> None:
-        """After MAX_FAILED_STARTS, start vLLM only once for each request that comes later."""
-        if failed >= MAX_FAILED_STARTS:
-            self._wanted.clear()
-            self._failure = str(error)
-            self._given_up.set()
-            await self._wanted.wait()
 
     async def _kill_when_stalled(self, child: asyncio.subprocess.Process) -> None:
         """Kill vLLM once /health or a call has had no answer, or running requests no progress, for `timeout_s`."""

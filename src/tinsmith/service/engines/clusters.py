@@ -6,10 +6,10 @@ import asyncio
 from functools import partial
 from pathlib import Path
 
+from tinsmith.engine.adapters.cache import ObjectSettings
+from tinsmith.engine.adapters.transfer import FolderTransfer
 from tinsmith.engine.cluster.cluster import ModelCluster
 from tinsmith.engine.cluster.config import ClusterConfig
-from tinsmith.engine.cluster.files.cache import ObjectSettings
-from tinsmith.engine.cluster.files.transfer import FolderTransfer
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.processes.slots import LocalSlots, Slots
 from tinsmith.engine.processes.tls import Identity
@@ -69,11 +69,12 @@ async def connect_slots(cluster: ClusterConfig) -> Slots:
 
 
 def engine_factory(
-    cluster: ClusterConfig, folder: Path, store: str | None = None, cache_bytes: int = 0
+    cluster: ClusterConfig, folder: Path, store: str | None = None, cache_bytes: int = 0, *, has_vllm: bool = False
 ) -> EngineFactory:
-    """How the engines of a service with these settings, this data folder and this object store start."""
+    """How the engines of a service with these settings, this data folder and this object store start. `has_vllm`:
+    whether vLLM samples, which takes processes beside the trainer."""
     if cluster.is_single:
-        return start_engine
+        return ClusterFactory(cluster, folder) if has_vllm else start_engine
     objects = ObjectSettings(url=store, cache_bytes=cache_bytes, cache=cluster.cache) if store is not None else None
     return ClusterFactory(cluster, folder, FolderTransfer(objects))
 

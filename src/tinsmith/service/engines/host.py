@@ -63,12 +63,6 @@ async def start_engine(config: EngineConfig) -> RunningEngine:
     """Start the fake engine in this process, or a real one in its own, where its Python delays no response."""
     if config.kind == "fake":
         return RunningEngine(engine=await asyncio.to_thread(FakeEngine, config), died=asyncio.Event())
-    if config.sampler == "vllm":
-        from tinsmith.engine.vllm.engine import VllmEngine
-
-        engine = await VllmEngine.start(config)
-        process, sampler_up = engine.torch_engine, engine.server.up
-        return RunningEngine(engine=engine, died=engine.died, process=process, sampler_up=sampler_up)
     remote = await start_local(config)
     return RunningEngine(engine=remote, died=remote.died, process=remote)
 

@@ -4,7 +4,7 @@ With a store, a record names its object by digest, and its folder here is a cach
 it is missing, so the data folder's disk may be lost. Without one, folders are all there is and nothing here does
 anything. An object is noted in the database before it is uploaded, and deleted once no record has named it for a day.
 
-Engines on machines that do not see the data folder read and write objects (`engine.cluster.files.transfer`): what
+Engines on machines that do not see the data folder read and write objects (`engine.adapters.transfer`): what
 they write is uploaded there, and no folder appears here until something here reads it.
 """
 
@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakValueDictionary
 
 from tinsmith.atomic import link_folder
-from tinsmith.engine.cluster.files.cache import object_path, trim_folders
-from tinsmith.engine.cluster.files.transfer import FolderTransfer
+from tinsmith.engine.adapters.cache import object_path, trim_folders
+from tinsmith.engine.adapters.transfer import FolderTransfer
 from tinsmith.service.storage.records import Checkpoint, Model, StoredObject
 from tinsmith.service.storage.store import Store
 
 if TYPE_CHECKING:
-    from tinsmith.engine.cluster.objects import ObjectStore
+    from tinsmith.engine.adapters.store import ObjectStore
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class ObjectCopies:
             await self._store_object(written.digest, written.upload, waits=waits)
             self._transfer.stored(folder)
             return written.digest
-        from tinsmith.engine.cluster.objects import Manifest
+        from tinsmith.engine.adapters.store import Manifest
 
         objects = self._objects
         manifest = await asyncio.to_thread(Manifest.of, folder)
@@ -194,7 +194,7 @@ class ObjectCopies:
 
     async def _call(self, work: Callable[[], Awaitable[R]], *, waits: bool) -> R:
         """Do the work, again and again while the store is unavailable if the caller waits."""
-        from tinsmith.engine.cluster.objects import StoreUnavailableError
+        from tinsmith.engine.adapters.store import StoreUnavailableError
 
         while True:
             try:
@@ -209,7 +209,7 @@ class ObjectCopies:
 
 def open_objects(url: str) -> ObjectStore:
     """The object store at a URL. Raises ConfigError if it cannot be written."""
-    from tinsmith.engine.cluster.objects import (
+    from tinsmith.engine.adapters.store import (
         ObjectStore,
     )  # with fsspec, which a service without a store does not need
 

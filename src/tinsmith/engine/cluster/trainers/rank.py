@@ -18,9 +18,9 @@ import torch
 from typing_extensions import override
 
 from tinsmith.engine import autotune
+from tinsmith.engine.adapters.cached_engine import with_objects
 from tinsmith.engine.base import ModelCard, OnDelta, Pass, PassResult, SampleRequest, SampleResult
 from tinsmith.engine.cluster.config import RankConfig
-from tinsmith.engine.cluster.files.cached_engine import with_objects
 from tinsmith.engine.cluster.trainers.ranks import Collectives, Ranks
 from tinsmith.engine.processes.rpc import DelegatingEngine, Method
 from tinsmith.engine.processes.worker import ParentLink, open_link, serve

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing_extensions import override
 
 from tinsmith.atomic import atomic_folder
-from tinsmith.engine.cluster.files.cache import ObjectSettings, WrittenObject, digest_in, object_path
-from tinsmith.engine.cluster.files.cached_engine import CachedEngine
-from tinsmith.engine.cluster.plan import check_folder, check_store, without_sight
+from tinsmith.engine.adapters.access import check_folder, check_store, without_sight
+from tinsmith.engine.adapters.cache import ObjectSettings, WrittenObject, digest_in, object_path
+from tinsmith.engine.adapters.cached_engine import CachedEngine
 from tinsmith.engine.processes.client import ServedEngine
 from tinsmith.engine.processes.rpc import DelegatingEngine, EngineClient
 from tinsmith.engine.processes.slots import Slot

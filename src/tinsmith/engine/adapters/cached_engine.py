@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import override
 
+from tinsmith.engine.adapters.cache import ObjectCache, WrittenObject, digest_in
 from tinsmith.engine.base import OnDelta, Pass, PassResult, SampleRequest, SampleResult
-from tinsmith.engine.cluster.files.cache import ObjectCache, WrittenObject, digest_in
 from tinsmith.engine.interface import Engine
 from tinsmith.engine.processes.rpc import DelegatingEngine
 from tinsmith.errors import Gone, TinsmithError
 
 if TYPE_CHECKING:
-    from tinsmith.engine.cluster.objects import Manifest
+    from tinsmith.engine.adapters.store import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class CachedEngine(DelegatingEngine):
 
     async def _fetched(self, digest: str) -> Path:
         """The folder of an object. Waits while the store is unavailable: a replay must not fail for that."""
-        from tinsmith.engine.cluster.objects import StoreUnavailableError  # with fsspec
+        from tinsmith.engine.adapters.store import StoreUnavailableError  # with fsspec
 
         while True:
             try:

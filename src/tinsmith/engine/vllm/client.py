@@ -1,4 +1,4 @@
-"""vLLM's /v1/completions: request bodies and responses as records of `engine.base`, with token ids in both directions.
+"""Requests to a vLLM server: /v1/completions as records of `engine.base`, with token ids, and loading of adapters.
 
 Nothing is left to vLLM's defaults: stops are given as token ids, and its own end of sequence is off. Logprobs are those
 of softmax(logits / temperature), which its mode `processed_logprobs` gives as long as top_k and top_p are off.
@@ -7,14 +7,20 @@ of softmax(logits / temperature), which its mode `processed_logprobs` gives as l
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import numpy as np
 
-from tinsmith.engine.base import ModelCard, SampledSequence, SampleRequest, SampleResult, SequenceDelta, TopK
+from tinsmith.engine.base import ModelCard, OnDelta, SampledSequence, SampleRequest, SampleResult, SequenceDelta, TopK
+from tinsmith.engine.vllm.server import VllmServer
 from tinsmith.errors import EngineDied
+
+CONNECT_TIMEOUT_S = 10.0
 
 
 def has_prompt_questions(request: SampleRequest) -> bool:
@@ -155,3 +161,76 @@ def _top_logprobs(steps: Sequence[Mapping[str, float]], k: int) -> TopK:
         top.token_ids[row, : len(best)] = [int(name.removeprefix("token_id:")) for name, _ in best]
         top.logprobs[row, : len(best)] = [logprob for _, logprob in best]
     return top
+
+
+class VllmClient:
+    """Connections to a server. Calls raise EngineDied if vLLM ends, which is killed if it does not answer."""
+
+    def __init__(self, server: VllmServer) -> None:
+        self._server = server
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+        self._http = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def complete(
+        self, request: SampleRequest, card: ModelCard, name: str, on_delta: OnDelta | None
+    ) -> SampleResult:
+        """Sample from the model or adapter `name`. Raises EngineError if vLLM answers with an error."""
+        body = request_body(request, card, name, stream=on_delta is not None)
+        url, parser = f"{self._server.url}/v1/completions", CompletionParser(request)
+        try:
+            with self._server.sampling():
+                if on_delta is None:
+                    response = await self._http.post(url, json=body)
+                    _check(response.status_code, response.text)
+                    parser.add(response.json())
+                else:
+                    await self._stream(url, body, parser, on_delta)
+        except httpx.TransportError as error:
+            raise await self._server.connection_lost() from error
+        except _Failed as error:
+            raise await self._server.request_failed(f"vLLM failed: {error}"[:500]) from error
+        return parser.result()
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Load an adapter folder under a name. Raises EngineError if vLLM answers with an error."""
+        response = await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        if response.status_code != 200:
+            raise await self._server.request_failed(f"vLLM does not load the adapter: {response.text[:500]}")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Remove an adapter."""
+        await self._post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def _post(self, path: str, body: dict[str, str]) -> httpx.Response:
+        try:
+            with self._server.answered_in_time(f"{path} ({body['lora_name']})"):
+                return await self._http.post(self._server.url + path, json=body)
+        except httpx.TransportError as error:
+            raise await self._server.connection_lost() from error
+
+    async def _stream(self, url: str, body: dict[str, Any], parser: CompletionParser, on_delta: OnDelta) -> None:
+        async with self._http.stream("POST", url, json=body) as response:
+            if response.status_code != 200:
+                _check(response.status_code, (await response.aread()).decode(errors="replace"))
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    raise _Failed(chunk["error"])
+                for delta in parser.add(chunk):
+                    on_delta(delta)
+
+
+class _Failed(Exception):
+    """vLLM answered with an error."""
+
+
+def _check(status: int, text: str) -> None:
+    if status != 200:
+        raise _Failed(f"status {status}: {text}")

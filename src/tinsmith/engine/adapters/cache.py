@@ -30,7 +30,7 @@ from tinsmith.atomic import folder_size
 from tinsmith.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tinsmith.engine.cluster.objects import Manifest, ObjectStore
+    from tinsmith.engine.adapters.store import Manifest, ObjectStore
 
 UNUSED_S = 600.0
 """Least time that a folder stays after its last use: an engine may be reading it."""
@@ -92,7 +92,7 @@ class ObjectCache:
     @classmethod
     def of(cls, settings: ObjectSettings) -> ObjectCache:
         """The cache of this machine. Raises ConfigError if it cannot be written, or the store's URL not be opened."""
-        from tinsmith.engine.cluster.objects import ObjectStore  # with fsspec
+        from tinsmith.engine.adapters.store import ObjectStore  # with fsspec
 
         root = settings.cache.expanduser()
         try:
@@ -114,7 +114,7 @@ class ObjectCache:
 
     def add(self, written: Path) -> Manifest:
         """Make an object of a folder that this process has written. The folder's path leads to the object's files."""
-        from tinsmith.engine.cluster.objects import Manifest
+        from tinsmith.engine.adapters.store import Manifest
 
         manifest = Manifest.of(written)
         self._take(written, manifest.digest)

@@ -1,0 +1,113 @@
+"""A trainer and a vLLM on one GPU: room for the start of vLLM and, in sleep mode, turns of both.
+
+A vLLM that sleeps has its memory on the GPU while it starts, loads an adapter or samples, and the trainer while it runs
+passes or samples; `MemoryTurns` decides who has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from typing_extensions import override
+
+from tinsmith.engine.base import OnDelta, Pass, PassResult, SampleRequest, SampleResult
+from tinsmith.engine.cluster.replica import Launch, SamplerProcess, StartedSampler
+from tinsmith.engine.device_sharing import MemoryTurns, SharingPolicy, Workload
+from tinsmith.engine.interface import Engine
+from tinsmith.engine.processes.rpc import DelegatingEngine
+from tinsmith.errors import TinsmithError
+
+log = logging.getLogger(__name__)
+
+RELEASE_S = 10.0
+"""Time for the trainer to give back memory: it does so between two micro-batches."""
+
+
+class SharedGpu:
+    """The GPU of a trainer process and of the vLLM beside it."""
+
+    def __init__(self, release_memory: Callable[[], Awaitable[None]], policy: SharingPolicy | None) -> None:
+        """`release_memory`: of the trainer. `policy`: of the turns; None for a vLLM that never sleeps."""
+        self._release_memory = release_memory
+        self._turns = None if policy is None else MemoryTurns(self._hand_over, policy)
+        self._vllm: StartedSampler | None = None
+
+    def trainer(self, engine: Engine) -> Engine:
+        """The trainer, which computes in its turns only."""
+        return engine if self._turns is None else _TrainerInTurns(engine, self._turns)
+
+    def launch(self, launch: Launch) -> Launch:
+        """The launch of vLLM, for which the trainer makes room in a turn of vLLM."""
+
+        async def launch_in_turn() -> StartedSampler:
+            if self._turns is None:
+                await self._make_room()
+                return await launch()
+            async with self._turns.turn("sampling"):
+                await self._make_room()
+                self._vllm = await launch()
+            return replace(self._vllm, process=_SamplerInTurns(self._vllm.process, self._turns))
+
+        return launch_in_turn
+
+    async def close(self) -> None:
+        """Hand the GPU over no more; what waits for a turn fails."""
+        if self._turns is not None:
+            await self._turns.close()
+
+    async def _hand_over(self, workload: Workload) -> None:
+        """Free the memory of one for the other. A vLLM that fails to is killed, which frees it too."""
+        if workload == "sampling":
+            await self._make_room()
+        if self._vllm is not None:
+            with suppress(TinsmithError):
+                await (self._vllm.sleep() if workload == "training" else self._vllm.wake_up())
+
+    async def _make_room(self) -> None:
+        """Let the trainer give back what it does not need; within RELEASE_S, for it may be at work."""
+        try:
+            async with asyncio.timeout(RELEASE_S):
+                await self._release_memory()
+        except (TinsmithError, TimeoutError) as error:
+            log.warning("The trainer keeps its caches while vLLM starts or wakes up: %s", error or "it is busy")
+
+
+class _TrainerInTurns(DelegatingEngine):
+    """Implements `engine.interface.Engine`."""
+
+    def __init__(self, engine: Engine, turns: MemoryTurns) -> None:
+        super().__init__(engine)
+        self._turns = turns
+
+    @override
+    async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
+        async with self._turns.turn("training"):
+            return await self._engine.run(passes)
+
+    @override
+    async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
+        async with self._turns.turn("training"):
+            return await self._engine.sample(request, on_delta)
+
+
+class _SamplerInTurns:
+    """Implements `replica.SamplerProcess` for a vLLM, which pauses its samples while it sleeps."""
+
+    def __init__(self, process: SamplerProcess, turns: MemoryTurns) -> None:
+        self.died, self.pid = process.died, process.pid
+        self.detach, self.cancel = process.detach, process.cancel
+        self.release_memory, self.close = process.release_memory, process.close
+        self._process, self._turns = process, turns
+
+    async def attach(self, version: str, source: Path) -> None:
+        async with self._turns.turn("sampling"):
+            await self._process.attach(version, source)
+
+    async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
+        async with self._turns.turn("sampling", pausable=True):
+            return await self._process.sample(request, on_delta)
