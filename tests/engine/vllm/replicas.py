@@ -13,7 +13,7 @@ from tinsmith.engine.vllm.sampler import ZERO_ADAPTER, VllmSampler
 
 
 class VllmProcess:
-    """A VllmSampler as the sampler process that `cluster.replica` asks for."""
+    """A VllmSampler as the sampler process of `cluster.replica`."""
 
     def __init__(self, sampler: VllmSampler) -> None:
         self.died, self.pid = sampler.server.ended, sampler.server.pid

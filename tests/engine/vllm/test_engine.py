@@ -224,7 +224,7 @@ def test_version_is_loaded_once_and_unloaded(
         wait(engine.sample(sample_request(version=version)))
 
 
-def test_version_of_the_trainer_is_sampled_there_before_it_is_written(engine: ClusterEngine, wait: Any, model_id: str):
+def test_captured_version_is_sampled_on_the_trainer(engine: ClusterEngine, wait: Any, model_id: str):
     wait(engine.create(model_id, LoraSpec(rank=4, seed=1)))
     wait(engine.capture(model_id, "unwritten"))
     wait(engine.sample(sample_request(version="unwritten", top_k=5)))
@@ -309,7 +309,7 @@ def test_cancelled_request_closes_its_connection(engine: ClusterEngine, version:
 def test_vllm_is_restarted_when_it_dies(
     cluster: ModelCluster, engine: ClusterEngine, version: str, wait: Any, recorded: Any
 ):
-    """A request that nobody has heard of waits for the new one. To break it: let `worker._exit` do nothing."""
+    """A request without results so far waits for the new one. To break it: let `worker._exit` do nothing."""
 
     def slow() -> int:
         return sum(body["prompt"][0] == vllm_stub.SLOW for body in recorded("/v1/completions"))

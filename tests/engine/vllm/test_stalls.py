@@ -1,4 +1,4 @@
-"""A vLLM that stalls is killed, whoever waited for it is told, and a pool starts another.
+"""A vLLM that stalls is killed, its requests fail, and a pool starts another.
 
 To break it: leave out `os.killpg` in `VllmServer._kill_when_stalled`.
 """

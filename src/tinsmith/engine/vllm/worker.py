@@ -59,7 +59,7 @@ async def _serve() -> None:
 
 
 def _exit(end: ProcessEnd, folder: Path) -> None:
-    """End this process without a reply to any call: the pool moves the requests, and tells by the exit status whether
+    """End this process without a reply to any call: the pool moves the requests. The exit status shows whether
     one of them may have ended vLLM."""
     shutil.rmtree(folder, ignore_errors=True)
     if end.from_outside:
