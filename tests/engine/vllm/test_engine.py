@@ -241,8 +241,9 @@ def test_attached_version_is_linked_from_its_checkpoint(
         wait(engine.sample(sample_request(version="again")))
     used = [body["model"] for body in recorded("/v1/completions")]
     loaded = [body["lora_name"] for body in recorded("/v1/load_lora_adapter")]
-    assert used == loaded[-2:]
-    assert len(set(loaded)) == len(loaded) == 3
+    assert len(set(used)) == 2
+    assert set(used) < set(loaded)
+    assert len(set(loaded)) == len(loaded)
     assert recorded("/v1/unload_lora_adapter") == [{"lora_name": used[0]}]
     wait(engine.detach("again"))
     wait(engine.attach("deleted", tmp_path / "kept"))
