@@ -63,7 +63,7 @@ PROCESS_MECHANISMS = {
     ".getppid()": ("engine/vllm/guard.py", "processes/parent.py"),  # the guard runs under vLLM's Python
     "prctl(": ("processes/parent.py",),
     "2 * delay": ("engine/processes/supervisor.py",),
-    "pickle.dumps(": ("engine/cluster/files/cache.py", "processes/messages.py"),
+    "pickle.dumps(": ("engine/adapters/cache.py", "processes/messages.py"),
 }
 # Documented by Python and SQLAlchemy in spite of their names.
 DOCUMENTED = frozenset(("_exit", "_asdict", "_current_frames", "_mapping"))
