@@ -27,9 +27,10 @@ from tinsmith.rl.guards import event_loop
 from tinsmith.rl.policy.sdk import capabilities
 from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.rl.policy.tinker import TinkerPolicy
-from tinsmith.rl.run import loop as training
-from tinsmith.rl.run.parts import folder_path, with_fresh_folder
-from tinsmith.rl.run.run import Connect, Run
+from tinsmith.rl.record.layout import Layout
+from tinsmith.rl.run import open as opening
+from tinsmith.rl.run.parts import Connect, folder_path, with_fresh_folder
+from tinsmith.rl.run.run import Run
 from tinsmith.rl.run.state import State
 from tinsmith.rl.stages import run_stages
 from tinsmith.service.config import ServeConfig
@@ -95,7 +96,7 @@ async def open_run(run: RunConfig | Path | str, *overrides: str) -> AsyncIterato
     with ExitStack() as stack:
         watch = ServerWatch(config.model.wait)
         connect = connecting_to(config, stack, console, watch)(config)
-        async with training.open_run(config, connect, console, stop_signal(config)) as opened, watch.watching():
+        async with opening.open_run(config, connect, console, stop_signal(config)) as opened, watch.watching():
             yield opened
 
 
@@ -230,7 +231,7 @@ def own_service(settings: RunConfig) -> ServeConfig:
     device = DeviceOptions.model_fields if service.engine == "torch" else ()
     return ServeConfig(
         models=(f"{settings.model.name}={service.source}" if service.source else settings.model.name,),
-        data=folder_path(settings) / "service",
+        data=Layout(folder_path(settings)).service,
         engine=service.engine,
         **{name: service.__dict__[name] for name in device},
     )

@@ -257,6 +257,14 @@ def explicit_values(value: Any) -> Any:
     return [explicit_values(part) for part in value] if isinstance(value, list | tuple) else value
 
 
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings and lists as one mapping with dotted keys, such as rewards.0.type; empty ones have no key."""
+    pairs = enumerate(tree) if isinstance(tree, list | tuple) else tree.items() if isinstance(tree, Mapping) else None
+    if pairs is None:
+        return {prefix[:-1]: tree}
+    return {key: value for name, part in pairs for key, value in flatten(part, f"{prefix}{name}.").items()}
+
+
 def writable_folder(folder: Path, key: str) -> Path:
     """Create the folder that the setting `key` names. Raises ConfigError if it cannot be written."""
     try:

@@ -209,12 +209,13 @@ def _print_error(error: TinsmithError, console: Console) -> None:
 def _print_results(settings: RunConfig, state: State, console: Console) -> None:
     """Print where the report, the metrics and the weights are, and how to serve them."""
     from tinsmith.rl.record import comparison
+    from tinsmith.rl.record.layout import Layout
     from tinsmith.rl.run.parts import folder_path
     from tinsmith.runner import own_service
 
-    folder, service = folder_path(settings), own_service(settings)
-    comparison.print_tables(console, comparison.read(folder))
-    places: list[tuple[str, Any]] = [("report", folder / "report.html"), ("metrics", folder / "metrics.jsonl")]
+    layout, service = Layout(folder_path(settings)), own_service(settings)
+    comparison.print_tables(console, comparison.read(layout.path))
+    places: list[tuple[str, Any]] = [("report", layout.report), ("metrics", layout.metrics)]
     places += [("weights", state.sampling_path), ("resume from", state.path)]
     if service.data.is_dir():
         dry_run = " engine=fake" if service.engine == "fake" else ""

@@ -36,11 +36,12 @@ def log(
         Show new entries as they are written, until interrupted.
     """
     from tinsmith.rl.record import logs
+    from tinsmith.rl.record.layout import Layout
 
     place = folder or _latest(Path("runs"))
-    if not (place / logs.FILE).exists():
+    if not (file := Layout(place).log).exists():
         raise ConfigError(
-            f"There is no {logs.FILE} in {place}.", "Name the folder of a run. Example: tinsmith log runs/demo."
+            f"There is no {file.name} in {place}.", "Name the folder of a run. Example: tinsmith log runs/demo."
         )
     for entry in logs.read(place, keyword=keyword or "", last=last or 0, level=level or ""):
         sys.stdout.write(entry + "\n")
@@ -51,9 +52,9 @@ def log(
 
 
 def _latest(runs: Path) -> Path:
-    from tinsmith.rl.record import logs
+    from tinsmith.rl.record.layout import Layout
 
-    files = list(runs.glob(f"**/{logs.FILE}"))
+    files = list(runs.glob(f"**/{Layout(runs).log.name}"))
     if not files:
         raise ConfigError(f"There is no run in {runs}.", "Name the folder of a run. Example: tinsmith log runs/demo.")
     return max(files, key=lambda file: file.stat().st_mtime).parent

@@ -26,6 +26,7 @@ from tinsmith.rl.evaluate import Evaluator
 from tinsmith.rl.policy.base import SamplingClients
 from tinsmith.rl.policy.request_limit import RequestLimit
 from tinsmith.rl.record import comparison
+from tinsmith.rl.record.layout import BENCH
 from tinsmith.rl.record.monitors.base import RunInfo
 from tinsmith.rl.record.monitors.jsonl import JsonlMonitor
 from tinsmith.rl.rollouts.resources import RolloutResources
@@ -61,15 +62,15 @@ async def bench(
     results: list[tuple[str, list[comparison.TaskResult]]] = []
     compared: list[comparison.EvaluationComparison] = []
     settings = config.model_dump(mode="json")
-    with closing(RunFolder.open(folder_path(config), settings, resume=config.resume is True, part="bench")) as folder:
-        path = folder.path
+    with closing(RunFolder.open(folder_path(config), settings, resume=config.resume is True, part=BENCH)) as folder:
+        layout = folder.layout.part(BENCH)
         data = RunData(config)
         resources = RolloutResources()
         runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
         evaluator = Evaluator(config.eval, data.tasks[1], eval_workflow_maker(config, resources), config.seed, runner)
         clients = await taking_images_of(data, await connect())
         jsonl = JsonlMonitor(
-            RunInfo(name=config.name, folder=path / "bench", steps=len(names), decode=clients.chat.decode)
+            RunInfo(name=config.name, folder=layout.path, steps=len(names), decode=clients.chat.decode)
         )
         clients.on_outage(runner.requests.suspend)
         stop.begin("the comparison stops after this model")
@@ -80,11 +81,11 @@ async def bench(
                     groups, values = await stop.finish(partial(evaluator.run, 0, model))
                 jsonl.rollouts(number, "eval", groups)
                 rows.append({"checkpoint": name, **values})
-                _write(path / "bench" / "results.json", rows)
+                _write(layout.results, rows)
                 results.append((name, comparison.results_of(groups, config.eval.threshold)))
                 if number > 1:
                     compared += comparison.compare_results(results[0], results[-1], evaluator.sources, config.seed)
-                    comparison.write(path / "bench", compared)
+                    comparison.write(layout.path, compared)
         except StopRequested:
             stop.stopped_at = f"{len(rows)} of {len(names)} models"
         finally:

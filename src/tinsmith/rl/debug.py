@@ -20,9 +20,7 @@ from tinsmith.rl.policy.request_limit import RequestLimit
 from tinsmith.rl.policy.sampling import request_seed
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
-from tinsmith.rl.run.open import with_shadow
-from tinsmith.rl.run.parts import RunData, training_workflow
-from tinsmith.rl.run.run import Connect
+from tinsmith.rl.run.parts import Connect, RunData, training_workflow, with_shadow
 from tinsmith.rl.types import POLICY, Group, Rollout, Turn
 
 _SHOWN = 12

@@ -152,9 +152,10 @@ class Evaluator:
         make_workflow: Callable[[str, EvalConfig], Workflow],
         seed: int,
         runner: RolloutRunner,
+        rewards: Rewards | None = None,
     ) -> None:
-        """`make_workflow` makes the workflow of a source from its name and settings."""
-        self._config, self._seed, self._runner = config, seed, runner
+        """`make_workflow` makes the workflow of a source from its name and settings. `rewards` score the baseline."""
+        self._config, self._seed, self._runner, self._rewards = config, seed, runner, rewards
         self._parts: list[_EvalPart] = []
         for name, tasks in held_out.items():
             settings, selected = config.of_source(name), tasks[: config.limit or len(tasks)]
@@ -186,8 +187,10 @@ class Evaluator:
         seeds = [request_seed(self._seed, step, first + index, _EVALUATION) for index in range(len(part.tasks))]
         return await self._runner.run_groups(part.workflow, part.tasks, policy, size=part.size, seeds=seeds)
 
-    async def baseline(self, rewards: Rewards, policy: Snapshot) -> dict[str, float]:
-        """Score of the best constant answer, among the `baseline` most common right answers."""
+    async def baseline(self, policy: Snapshot) -> dict[str, float]:
+        """Score of the best constant answer, among the `baseline` most common right answers; empty without rewards."""
+        if (rewards := self._rewards) is None:
+            return {}
         tasks = [task for part in self._parts for task in part.tasks]
         answers = Counter(task.answer for task in tasks).most_common(self._config.baseline)
         turns = [Turn(prompt=(), tokens=(), logprobs=(), text=answer, stop="stop") for answer, _ in answers if answer]

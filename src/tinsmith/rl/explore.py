@@ -18,8 +18,10 @@ from tinsmith.rl.ending.stop import StopRequested, StopSignal
 from tinsmith.rl.guards.watchdog import watch_event_loop
 from tinsmith.rl.policy.base import SamplingClients
 from tinsmith.rl.policy.request_limit import RequestLimit, TokenRates
-from tinsmith.rl.record import metrics, monitors
+from tinsmith.rl.record import monitors
+from tinsmith.rl.record.layout import Layout, explore_part
 from tinsmith.rl.record.monitors.base import Monitors, RunInfo
+from tinsmith.rl.record.recorder import record_sampled
 from tinsmith.rl.rollouts import buffers
 from tinsmith.rl.rollouts.buffers.base import Buffer
 from tinsmith.rl.rollouts.coordination import CoordinationNotes, SamplerStatus
@@ -30,7 +32,7 @@ from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.sampling_loop import SamplingLoop, TrainingEnded
 from tinsmith.rl.rollouts.task_draws import NameTakenError, SharedDraws
 from tinsmith.rl.run.agreement import agree
-from tinsmith.rl.run.folder import SETTINGS, RunFolder
+from tinsmith.rl.run.folder import RunFolder
 from tinsmith.rl.run.parts import (
     RunData,
     folder_path,
@@ -54,19 +56,19 @@ async def explore(
     stop = stop or StopSignal()
     data = RunData(config)
     config = resolve_steps(config, data)
-    path, part = folder_path(config), f"explore-{config.sampler}" if config.sampler else "explore"
-    is_new = not (path / part / SETTINGS).exists()
+    path, part = folder_path(config), explore_part(config.sampler)
+    is_new = not Layout(path).part(part).settings.exists()
     folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume is True, part=part)
     path = folder.path
     try:
-        buffer = buffers.build(config.buffer, path, config.name)
+        buffer = buffers.build(config.buffer, folder.layout.buffer, config.name)
         try:
             same_data = {"seed": config.seed, "tasks (their number)": data.tasks[0].size}
             await agree(buffer, config.model_dump(mode="json"), part, same_data)
         except ConfigError:
             await buffer.close()
             if is_new:  # the same folder then takes the settings that the others have
-                (path / part / SETTINGS).unlink()
+                folder.layout.part(part).settings.unlink()
             raise
         random.seed(config.seed)
         np.random.seed(config.seed % 2**32)
@@ -159,10 +161,7 @@ class _Exploration:
 
     def _on_batch(self, batch: Batch, status: SamplerStatus) -> None:
         self._status = status
-        version = batch.groups[0].version
-        self._monitors.metrics(
-            batch.step, {**metrics.group_metrics(batch.groups, version), **batch.numbers, **self._rates.lap()}
-        )
+        record_sampled(self._monitors, batch, self._rates)
 
     async def _write_end(self, state: str, reason: str) -> None:
         await self._notes.write_sampling(self._status.model_copy(update={"state": state, "reason": reason}))

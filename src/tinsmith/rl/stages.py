@@ -1,11 +1,8 @@
 """Runs in stages: each stage is a run of its own that starts from the weights of the previous one.
 
-    stages.json     the current stage, and the final weights of each finished stage
-    run.yaml        the settings of the whole run
-    01-NAME/        run folder of the first stage (run/folder.py); 02-NAME/ of the second
-
-An interrupted run resumes in the stage that was running; finished stages are not repeated. A stage of mode bench
-compares the checkpoints of the previous training stage. A run without stages is an ordinary run in its own folder.
+Each stage has a run folder in that of the run. An interrupted run resumes in the stage that was running; finished
+stages are not repeated. A stage of mode bench compares the checkpoints of the previous training stage. A run without
+stages is an ordinary run in its own folder.
 """
 
 from __future__ import annotations
@@ -24,13 +21,11 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.policy.base import Policy
 from tinsmith.rl.record import monitors
+from tinsmith.rl.record.layout import Layout
 from tinsmith.rl.run.folder import RunFolder
 from tinsmith.rl.run.loop import train
-from tinsmith.rl.run.parts import folder_path
-from tinsmith.rl.run.run import Connect
+from tinsmith.rl.run.parts import Connect, folder_path
 from tinsmith.rl.run.state import State
-
-_FILE = "stages.json"
 
 
 async def run_stages(
@@ -44,7 +39,7 @@ async def run_stages(
     stop = stop or StopSignal()
     path = folder_path(config)
     if not config.stages:
-        if (path / _FILE).exists():
+        if Layout(path).stages.exists():
             raise ConfigError(f"{path} holds a run in stages.", "Set another folder, e.g. folder=runs/another.")
         return config, await train(config, connecting(config), console, stop)
     folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume is True)
@@ -105,7 +100,7 @@ def _connect_with_state(connect: Connect, previous: str) -> Connect:
 
 def _final_states(path: Path, names: list[str]) -> dict[str, str]:
     """The final state path of each finished stage, by name. Raises ConfigError if the folder holds other stages."""
-    file = path / _FILE
+    file = Layout(path).stages
     if not file.exists():
         return {}
     status = json.loads(file.read_text(encoding="utf-8"))
@@ -121,4 +116,4 @@ def _final_states(path: Path, names: list[str]) -> dict[str, str]:
 
 def _write_status(path: Path, names: list[str], final_states: dict[str, str], under_way: str) -> None:
     status = {"stages": names, "under_way": under_way, "ended": final_states}
-    atomic_write(path / _FILE, json.dumps(status, indent=2).encode())
+    atomic_write(Layout(path).stages, json.dumps(status, indent=2).encode())

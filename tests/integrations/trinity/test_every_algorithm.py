@@ -19,7 +19,7 @@ from tinsmith.integrations.trinity.files.name_tables import ALGORITHMS
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.base import Policy
 from tinsmith.rl.policy.tinker import TinkerPolicy
-from tinsmith.rl.run.run import Connect
+from tinsmith.rl.run.parts import Connect
 from tinsmith.rl.stages import run_stages
 
 SHORT = (

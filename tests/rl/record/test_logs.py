@@ -11,6 +11,7 @@ from tests.rl.scripted_run import run, scripted, settings
 from tinsmith.cli.log import log
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl.record import logs
+from tinsmith.rl.record.layout import Layout
 from tinsmith.rl.run.parts import with_fresh_folder
 
 
@@ -38,7 +39,7 @@ def test_log_has_the_error_that_ended_the_run(tmp_path):
 
 def test_log_level_omits_lower_levels(tmp_path):
     run(settings(tmp_path, steps=1, log_level="WARNING"))
-    file = tmp_path / logs.FILE
+    file = Layout(tmp_path).log
     assert not file.exists() or not file.read_text()
 
 

@@ -1,6 +1,6 @@
 """A full disk ends or delays a run, with the reason; files that were being written never break the next start.
 
-To break it: let `JsonlMonitor.required` be False; take `wait_for_room` out of `take_step`; let `_up_to` raise.
+To break it: let `JsonlMonitor.required` be False; take `wait_for_room` out of `Run`; let `_up_to` raise.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.run.folder import RunFolder
-from tinsmith.rl.run.loop import open_run
+from tinsmith.rl.run.open import open_run
 from tinsmith.rl.run.parts import RunData, resolve_steps
 
 
@@ -233,3 +233,13 @@ def test_loop_by_hand_equals_the_built_in_loop(tmp_path, changes):
     assert (state["step"], state["cursor"]) == (expected.step, expected.cursor)
     assert state["order"] == expected.model_dump(mode="json")["order"]
     assert state["step"] < 60
+    assert rows(tmp_path / "hand") == rows(tmp_path / "built-in")
+    keys, built_in_keys = (
+        [row.keys() for row in rows(tmp_path / name, timeless=False)] for name in ("hand", "built-in")
+    )
+    assert keys == built_in_keys
+    files, built_in_files = (
+        {str(file.relative_to(tmp_path / name)) for file in (tmp_path / name).rglob("*")}
+        for name in ("hand", "built-in")
+    )
+    assert files == built_in_files

@@ -13,7 +13,7 @@ from tests.rl.algorithms.helpers import run
 from tests.rl.scripted_run import rows
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.tinker import TinkerPolicy
-from tinsmith.rl.run.run import Connect
+from tinsmith.rl.run.parts import Connect
 from tinsmith.rl.stages import run_stages
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded

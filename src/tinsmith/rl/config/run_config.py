@@ -24,6 +24,7 @@ from tinsmith.rl.algorithms.config import DATA_ONLY
 from tinsmith.rl.config import other_names
 from tinsmith.rl.config.checks import CHECKS
 from tinsmith.rl.config.fields import ROLLOUTS, RunSettings, Stage
+from tinsmith.rl.record.layout import Layout
 from tinsmith.settings import build, explicit_values, paths
 
 _TASKS = ("tasks", "workflow", "rewards")
@@ -129,7 +130,7 @@ class RunConfig(RunSettings):
             shape = ("rank", "seed", "train_attn", "train_mlp", "train_unembed")
             model = {name: part for name, part in values["model"].items() if name not in shape}
             values["model"] = {**model, "load_from": state}
-        values["folder"] = str(Path(self.folder or f"runs/{self.name}") / f"{number:02}-{stage.name}")
+        values["folder"] = str(Layout(Path(self.folder or f"runs/{self.name}")).stage(number, stage.name))
         values["name"] = f"{self.name} {stage.name}".strip()
         return build(RunConfig, {**_inherited(values, own), **own}, f"stage {stage.name}")
 

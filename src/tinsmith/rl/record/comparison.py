@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tinsmith.atomic import atomic_write
+from tinsmith.rl.record.layout import Layout
 from tinsmith.rl.record.metrics import ERROR, is_right
 from tinsmith.rl.record.monitors.jsonl import read_floats, read_rollouts
 from tinsmith.rl.record.statistics import PairedComparison, compare
@@ -111,17 +112,25 @@ def compare_results(
     return comparisons
 
 
+def compare_steps(folder: Path, last: int, threshold: float, sources: Sequence[str], seed: int) -> None:
+    """Compare the evaluations before the first step and after step `last`, if both were made, and write the result."""
+    files = {step: Layout(folder).rollouts("eval", step) for step in (0, last)}
+    if last and all(file.exists() for file in files.values()):
+        first, second = ((f"step {step}", read_results(file, threshold)) for step, file in files.items())
+        write(folder, compare_results(first, second, sources, seed))
+
+
 def write(folder: Path, comparisons: Sequence[EvaluationComparison]) -> None:
     """Write comparison.json and comparison.tsv."""
     rows = [comparison.row for comparison in comparisons]
     lines = ["\t".join(rows[0]), *("\t".join(map(_cell, row.values())) for row in rows)] if rows else []
-    atomic_write(folder / "comparison.json", json.dumps(rows, indent=2).encode())
-    atomic_write(folder / "comparison.tsv", "".join(f"{line}\n" for line in lines).encode())
+    atomic_write(Layout(folder).comparison, json.dumps(rows, indent=2).encode())
+    atomic_write(Layout(folder).comparison_table, "".join(f"{line}\n" for line in lines).encode())
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """The rows of comparison.json; none if there is no such file."""
-    file = folder / "comparison.json"
+    file = Layout(folder).comparison
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
 
 

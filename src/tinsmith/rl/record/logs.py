@@ -15,8 +15,8 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from tinsmith.errors import TinsmithError
+from tinsmith.rl.record.layout import Layout
 
-FILE = "log.txt"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _BEGINS = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?P<level>[A-Z]+) ")
@@ -31,7 +31,9 @@ def log_to_folder(folder: Path, level: str = "INFO") -> Iterator[None]:
     Warnings are still shown on the terminal. Records of other packages are written from WARNING on.
     """
     root, package = logging.getLogger(), logging.getLogger("tinsmith")
-    log_file = RotatingFileHandler(folder / FILE, maxBytes=_BYTES, backupCount=_OLDER, encoding="utf-8", delay=True)
+    log_file = RotatingFileHandler(
+        Layout(folder).log, maxBytes=_BYTES, backupCount=_OLDER, encoding="utf-8", delay=True
+    )
     log_file.setFormatter(logging.Formatter(_FORM))
     added: list[logging.Handler] = [log_file]
     if not root.handlers:  # once the root logger has an output, logging no longer shows warnings on the terminal itself
@@ -56,7 +58,8 @@ def log_to_folder(folder: Path, level: str = "INFO") -> Iterator[None]:
 
 def read(folder: Path, *, keyword: str = "", last: int = 0, level: str = "") -> list[str]:
     """Log entries that contain `keyword` (ignoring case), from `level` on, oldest first; 0 for `last` returns all."""
-    files = [folder / f"{FILE}.{number}" for number in range(_OLDER, 0, -1)] + [folder / FILE]
+    newest = Layout(folder).log
+    files = [*(newest.with_name(f"{newest.name}.{number}") for number in range(_OLDER, 0, -1)), newest]
     entries = [entry for file in files if file.exists() for entry in _entries(file.read_text(encoding="utf-8"))]
     matches = [entry for entry in entries if _matches(entry, keyword, level)]
     return matches[-last:] if last else matches
@@ -64,7 +67,7 @@ def read(folder: Path, *, keyword: str = "", last: int = 0, level: str = "") -> 
 
 def follow(folder: Path, *, keyword: str = "", level: str = "") -> Iterator[str]:
     """New entries as they are written; never ends."""
-    file = folder / FILE
+    file = Layout(folder).log
     at = file.stat().st_size if file.exists() else 0
     while True:
         size = file.stat().st_size if file.exists() else 0

@@ -18,9 +18,10 @@ from html import escape
 from pathlib import Path
 from typing import Literal
 
+from tinsmith.rl.record.layout import Layout
+
 Part = Literal["sampling", "training", "publishing", "evaluation", "saving"]
 
-FILE = "timeline.jsonl"
 _SHOWN_STEPS = 12
 """Steps in the chart: the newest ones."""
 _WIDTH, _LEFT, _RIGHT, _ROW, _BAR = 1140, 80, 10, 22, 15
@@ -45,7 +46,7 @@ class Timeline:
     """Appends to the timeline of a run folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = (folder / FILE).open("a", buffering=1, encoding="utf-8")
+        self._file = Layout(folder).timeline.open("a", buffering=1, encoding="utf-8")
 
     def add(self, part: Part, step: int, begin: float, end: float) -> None:
         """Write a span; one without a known begin is left out."""
@@ -66,7 +67,7 @@ class Timeline:
 
 def read(folder: Path) -> list[Span]:
     """The spans of a run folder, in the order in which they were written."""
-    file = folder / FILE
+    file = Layout(folder).timeline
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     spans = []
     for line in lines:

@@ -1,10 +1,4 @@
-"""The run folder: its files, and how an interrupted run resumes.
-
-    run.yaml        the settings, written at the start; explore/, explore-NAME/ and bench/ hold those of these modes
-    metrics.jsonl   one row per step; rollouts/ holds every rollout (record/monitors/jsonl.py)
-    timeline.jsonl  when each step sampled, trained, evaluated and saved (record/timeline.py)
-    state.json      the state to resume from; checkpoints/ holds those of earlier checkpoints (state.py)
-    report.html     the report (record/monitors/report.py)
+"""The run folder: who may use it, and how an interrupted run resumes in it. `record/layout.py` has its files.
 
 On resume, log entries after the last checkpoint are discarded, because those steps run again. With staleness 0, a
 resumed run gives the same result as an uninterrupted one.
@@ -19,7 +13,7 @@ import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, get_args
 
 from omegaconf import OmegaConf
 
@@ -27,20 +21,18 @@ from tinsmith.atomic import atomic_write
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config.checkpoints import Checkpoints
 from tinsmith.rl.ending.stop import StopSignal
+from tinsmith.rl.record.layout import BENCH, Kind, Layout
 from tinsmith.rl.run.resume import starting_state
 from tinsmith.rl.run.state import (
     State,
     read_state,
     read_state_file,
-    state_file,
-    state_files,
     write_state,
 )
-from tinsmith.settings import writable_folder
+from tinsmith.settings import flatten, writable_folder
 
 log = logging.getLogger(__name__)
 
-SETTINGS = "run.yaml"
 _MAY_CHANGE = (
     "name", "description", "folder", "mode", "bench", "steps", "epochs", "until", "time_limit", "grace_period", "eval",
     "allow_high_staleness", "sampler",
@@ -52,8 +44,6 @@ _RESERVE_MB = 64
 RESERVE_BYTES = _RESERVE_MB << 20
 """Free bytes of the disk below which no step begins."""
 _LOOK_SECONDS = 1.0
-_OF_A_STARTED_RUN = ("state.json", "metrics.jsonl", "stages.json", "buffer")
-"""Files of a run that has begun; one that could not connect to its server has none, and may change all its settings."""
 _SHARED_KEYS = (
     "model.name", "groups_per_step", "group_size", "staleness", "sync.style", "sync.interval",
     "buffer.type", "buffer.path", "buffer.url", "buffer.run", "buffer.max_staleness", "buffer.replay",
@@ -69,7 +59,7 @@ class RunFolder:
 
     def __init__(self, path: Path, lock: IO[str], newest: State | None, start: State | None) -> None:
         """`newest` is the state in the folder; `start` is the one to continue from, which `start_at` confirms."""
-        self.path, self.state = path, start
+        self.path, self.layout, self.state = path, Layout(path), start
         self.goes_back = start is not newest
         self._lock = lock
 
@@ -85,46 +75,48 @@ class RunFolder:
         Raises ConfigError if the folder cannot be written, is in use, or holds a run with other settings.
         """
         path = path.absolute()  # user code may change the working directory
-        own = writable_folder(path / part, "folder")
-        lock = (path / (f".lock-{part}" if part else ".lock")).open("w")
+        layout = Layout(path)
+        own = layout.part(part)
+        writable_folder(own.path, "folder")
+        lock = layout.lock(part).open("w")
         try:
             _acquire(lock, path)
             _check_resumable(own, settings, resume, part)
-            samplers = {file.parent.name for file in path.glob(f"explore*/{SETTINGS}")}
-            for other_part in sorted({"", *samplers} - {part}):
+            for other in sorted({"", *layout.explore_parts()} - {part}):
                 _check_shared_keys(
-                    path / other_part, settings, _SHARED_KEYS_OF_BENCH if part == "bench" else _SHARED_KEYS
+                    layout.part(other), settings, _SHARED_KEYS_OF_BENCH if part == BENCH else _SHARED_KEYS
                 )
             newest = read_state(path)
             start = starting_state(path, newest, resume_from)
         except BaseException:
             lock.close()
             raise
-        atomic_write(own / SETTINGS, OmegaConf.to_yaml(OmegaConf.create(dict(settings))).encode())
+        atomic_write(own.settings, OmegaConf.to_yaml(OmegaConf.create(dict(settings))).encode())
         if not part:
-            _discard_unfinished(path)
-            _discard_logs_after(path, newest.step if newest else -1)
+            for file in layout.unfinished():
+                file.unlink(missing_ok=True)
+            _discard_logs_after(layout, newest.step if newest else -1)
         return cls(path, lock, newest, start)
 
     def start_at(self, state: State) -> None:
         """Continue from `state`: discard the logs and state files of later steps."""
         self.save(state)
         self.goes_back = False
-        _discard_logs_after(self.path, state.step)
-        for file in state_files(self.path):
-            if file > state_file(self.path, state.step):
+        _discard_logs_after(self.layout, state.step)
+        for file in self.layout.checkpoints():
+            if file > self.layout.checkpoint(state.step):
                 file.unlink()
 
     def save(self, state: State) -> None:
         """Write the state of a checkpoint, state.json last; durable when this returns."""
-        write_state(state_file(self.path, state.step), state)
-        write_state(self.path / "state.json", state)
+        write_state(self.layout.checkpoint(state.step), state)
+        write_state(self.layout.state, state)
         self.state = state
 
     def forget(self, checkpoints: Checkpoints) -> None:
         """Delete the state files of deleted checkpoints."""
         deleted = {paths[0] for paths in checkpoints}
-        for file in state_files(self.path):
+        for file in self.layout.checkpoints():
             if not deleted:
                 return
             if (state := read_state_file(file)) is not None and state.path in deleted:
@@ -157,23 +149,27 @@ def _acquire(lock: IO[str], path: Path) -> None:
         ) from error
 
 
-def _check_resumable(path: Path, settings: Mapping[str, Any], resume: bool, part: str) -> None:
-    file = path / SETTINGS
+def _check_resumable(layout: Layout, settings: Mapping[str, Any], resume: bool, part: str) -> None:
+    file = layout.settings
     if not file.exists():
         return
     if not resume:
-        raise ConfigError(f"{path} already holds a run.", "Set another folder, or resume=true to resume the run.")
-    changed = [key for key in _changed(file, settings) if not _under(key, _MAY_CHANGE)]
-    if changed and (part or any((path / name).exists() for name in _OF_A_STARTED_RUN)):
         raise ConfigError(
-            f"{path} holds a run with different settings: {', '.join(changed)}.",
+            f"{layout.path} already holds a run.", "Set another folder, or resume=true to resume the run."
+        )
+    changed = [key for key in _changed(file, settings) if not _under(key, _MAY_CHANGE)]
+    # A run that could not connect to its server has none of these, and may change all its settings.
+    begun = (layout.state, layout.metrics, layout.stages, layout.buffer)
+    if changed and (part or any(map(Path.exists, begun))):
+        raise ConfigError(
+            f"{layout.path} holds a run with different settings: {', '.join(changed)}.",
             "Restore these settings to resume the run, or set another folder, such as folder=runs/another.",
         )
 
 
-def _check_shared_keys(folder: Path, settings: Mapping[str, Any], shared_keys: tuple[str, ...]) -> None:
-    """Raises ConfigError if the process of the same run with settings in `folder` has other values of `shared_keys`."""
-    file = folder / SETTINGS
+def _check_shared_keys(layout: Layout, settings: Mapping[str, Any], shared_keys: tuple[str, ...]) -> None:
+    """Raises ConfigError if the process of the same run with these files has other values of `shared_keys`."""
+    file = layout.settings
     different = [key for key in _changed(file, settings) if _under(key, shared_keys)] if file.exists() else []
     if different:
         raise ConfigError(
@@ -184,13 +180,13 @@ def _check_shared_keys(folder: Path, settings: Mapping[str, Any], shared_keys: t
 
 def shared_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The values, by dotted key, that all processes of a run must have in common, wherever they run."""
-    flat = _flatten(dict(settings))
+    flat = flatten(settings)
     return {key: value for key, value in flat.items() if _under(key, _SHARED_KEYS) and not _under(key, _PLACES)}
 
 
 def _changed(file: Path, settings: Mapping[str, Any]) -> list[str]:
     """Dotted keys whose values differ between `file` and `settings`."""
-    old, new = _flatten(OmegaConf.to_container(OmegaConf.load(file))), _flatten(dict(settings))
+    old, new = flatten(OmegaConf.to_container(OmegaConf.load(file))), flatten(settings)
     return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
 
 
@@ -198,22 +194,15 @@ def _under(key: str, keys: tuple[str, ...]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in keys)
 
 
-def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings and lists as one mapping with dotted keys."""
-    pairs = enumerate(tree) if isinstance(tree, list | tuple) else tree.items() if isinstance(tree, Mapping) else None
-    if pairs is None:
-        return {prefix[:-1]: tree}
-    return {key: value for name, subtree in pairs for key, value in _flatten(subtree, f"{prefix}{name}.").items()}
-
-
-def _discard_logs_after(path: Path, step: int) -> None:
+def _discard_logs_after(layout: Layout, step: int) -> None:
     """Delete metrics, the timeline and rollouts of steps after `step`."""
-    for log in filter(Path.exists, (path / "metrics.jsonl", path / "timeline.jsonl")):
+    for log in filter(Path.exists, (layout.metrics, layout.timeline)):
         lines = [line for line in log.read_bytes().splitlines(keepends=True) if _up_to(line, step)]
         atomic_write(log, b"".join(lines))
-    for file in (path / "rollouts").glob("*-*.jsonl"):
-        if int(file.stem.rpartition("-")[2]) > step:
-            file.unlink()
+    for kind in get_args(Kind):
+        for later in layout.steps_with_rollouts(kind):
+            if later > step:
+                layout.rollouts(kind, later).unlink()
 
 
 def _up_to(line: bytes, step: int) -> bool:
@@ -221,10 +210,3 @@ def _up_to(line: bytes, step: int) -> bool:
         return line.endswith(b"\n") and json.loads(line)["step"] <= step
     except (ValueError, TypeError, LookupError):  # the process was killed while it wrote this line
         return False
-
-
-def _discard_unfinished(path: Path) -> None:
-    """Delete files that a killed process was writing."""
-    for folder in (path, path / "checkpoints", path / "rollouts"):
-        for file in folder.glob("*.part"):
-            file.unlink(missing_ok=True)

@@ -1,39 +1,38 @@
-"""How a run is assembled from its configuration, and how its parts are closed again."""
+"""How a run is opened: its folder, its log, and its parts as the configuration says, closed again in order."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
+import errno
+import logging
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 
 import numpy as np
 from rich.console import Console
 
+from tinsmith.errors import TinsmithError
 from tinsmith.rl.algorithms.algorithm import Algorithm, ColumnSource
 from tinsmith.rl.algorithms.critic import Critic
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.demonstrations import Demonstrations
-from tinsmith.rl.data.tasks import TaskSampler
+from tinsmith.rl.data.tasks import HeldOutTasks, TaskSampler
 from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.ending.until import EndCondition
 from tinsmith.rl.evaluate import Evaluator
+from tinsmith.rl.guards.watchdog import watch_event_loop
 from tinsmith.rl.policy.base import Policy
 from tinsmith.rl.policy.request_limit import RequestLimit, TokenRates
 from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.policy.training_rows import TrainingRow
-from tinsmith.rl.record import monitors
+from tinsmith.rl.record import logs, monitors
 from tinsmith.rl.record.monitors.base import RunInfo
+from tinsmith.rl.record.recorder import Recorder
 from tinsmith.rl.record.timeline import OverlapMeter, Timeline
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rollouts import buffers
 from tinsmith.rl.rollouts.backoff import Backoff
-from tinsmith.rl.rollouts.batch_source import (
-    BatchSource,
-    BatchSourceState,
-    BufferedBatchSource,
-    EmptyBatchSource,
-)
+from tinsmith.rl.rollouts.batch_source import BatchSource, BatchSourceState, BufferedBatchSource, EmptyBatchSource
 from tinsmith.rl.rollouts.buffers.memory import MemoryBuffer
 from tinsmith.rl.rollouts.buffers.replay import BatchSelector
 from tinsmith.rl.rollouts.coordination import CoordinationNotes
@@ -44,99 +43,144 @@ from tinsmith.rl.rollouts.sampling_loop import SamplingLoop
 from tinsmith.rl.rollouts.task_draws import LocalDraws
 from tinsmith.rl.rollouts.weight_sync import WeightPublisher
 from tinsmith.rl.run.agreement import agree
-from tinsmith.rl.run.deferred import DeferredStates
+from tinsmith.rl.run.checkpointer import Checkpointer
 from tinsmith.rl.run.folder import RunFolder
+from tinsmith.rl.run.learner import Learner
 from tinsmith.rl.run.parts import (
+    Connect,
     RunData,
     connect_policy,
     eval_workflow_maker,
+    folder_path,
+    resolve_steps,
     sampling_plan,
     taking_images_of,
     training_workflow,
+    with_shadow,
 )
-from tinsmith.rl.run.run import Connect, Run
+from tinsmith.rl.run.run import Run
 from tinsmith.rl.run.state import RandomStates, State
-from tinsmith.rl.shadow.tinker import open_shadow
+
+log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def open_run(
+    config: RunConfig, connect: Connect, console: Console, stop: StopSignal | None = None
+) -> AsyncIterator[Run]:
+    """A run that is ready for its next step, for a custom training loop; `loop.loop` is the built-in loop."""
+    config, data = prepare(config)
+    with open_folder(config) as folder:
+        async with assemble(config, folder, connect, console, data, stop or StopSignal()) as run:
+            yield run
+
+
+def prepare(config: RunConfig) -> tuple[RunConfig, RunData]:
+    """The configuration with its number of steps, and the data."""
+    data = RunData(config)
+    return resolve_steps(config, data), data
+
+
+@contextmanager
+def open_folder(config: RunConfig) -> Iterator[RunFolder]:
+    """The run folder, locked. A disk that is full or fails ends the block with a TinsmithError."""
+    settings = config.model_dump(mode="json")
+    folder = RunFolder.open(folder_path(config), settings, resume=config.resume is True, resume_from=config.resume_from)
+    try:
+        yield folder
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS):
+            raise
+        raise TinsmithError(
+            f"The run folder {folder.path} cannot be written: {error.strerror}.",
+            "Free space on its disk; the same command then continues from the last checkpoint, if there is one.",
+        ) from error
+    finally:
+        folder.close()
 
 
 @asynccontextmanager
 async def assemble(
     config: RunConfig, folder: RunFolder, connect: Connect, console: Console, data: RunData, stop: StopSignal
 ) -> AsyncIterator[Run]:
+    """A run in its folder, with its log and its watchdog."""
+    with logs.log_to_folder(folder.path, config.log_level):
+        monitors.announce(config.monitors, folder.path, console)
+        async with _parts(config, folder, connect, console, data, stop) as run:
+            start = run.steps().start
+            log.info("%s: starting at step %d of %d, in %s", config.name, start, config.steps, folder.path)
+            if 1 < start <= config.steps:
+                console.print(f"[dim]continuing at step {start} of {config.steps}[/]", highlight=False)
+            with watch_event_loop(config.rollout.max_blocking, keep_signals=stop.watches_signals):
+                yield run
+
+
+@asynccontextmanager
+async def _parts(
+    config: RunConfig, folder: RunFolder, connect: Connect, console: Console, data: RunData, stop: StopSignal
+) -> AsyncIterator[Run]:
     """Create the parts of a run, and close them in order. Raises ConfigError before the first request to a server."""
     task_sampler, held_out = data.tasks
     runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
-    resources = RolloutResources()
-    judge = Rewards(config.eval.rewards or config.rewards, pool=resources.scoring) if config.evaluates else None
-    policy = await taking_images_of(data, await connect_policy(config, folder, connect, console))
-    state = folder.state
-    resources = await with_shadow(config, policy, resources)
-    resources.store.update(state.store if state else {})
-    filters = GroupFilters(config.filters)
-    batches = await _batch_source(config, folder, policy, task_sampler, runner, resources, stop, filters)
-    critic = await _critic(config, policy, state)
-    reference = await _reference(config, policy, state)
-    columns = _columns(config, policy, reference, critic, runner.requests)
-    algorithm = Algorithm(config.algorithm, policy.extensions, columns, config.seed, config.group_size, config.updates)
-    _announce(config, algorithm, console)
-    _restore(state, task_sampler, algorithm, config.seed)
-    await batches.restore(state.batches if state else BatchSourceState())
-    try:
-        run_monitors = monitors.build(config.monitors, _run_info(config, folder, policy), console)
-    except BaseException:
-        await policy.close()
-        raise
-    timeline = Timeline(folder.path)
-    try:
+    async with AsyncExitStack() as stack:
+        policy = await taking_images_of(data, await connect_policy(config, folder, connect, console))
+        stack.push_async_callback(policy.close)
+        records = stack.enter_context(ExitStack())
+        state = folder.state
+        resources = await with_shadow(config, policy, RolloutResources())
+        stack.push_async_callback(resources.close)
+        resources.store.update(state.store if state else {})
+        filters = GroupFilters(config.filters)
+        batches = await _batch_source(config, folder, policy, task_sampler, runner, resources, stop, filters)
+        stack.push_async_callback(batches.close)
+        algorithm, critic, reference = await _algorithm(config, policy, runner.requests, state)
+        _announce(config, algorithm, console)
+        recorder = Recorder(
+            config.steps,
+            monitors.build(config.monitors, _run_info(config, folder, policy), console),
+            Timeline(folder.path),
+            TokenRates(runner.requests),
+            OverlapMeter(lambda: batches.busy_seconds),
+        )
+        records.callback(recorder.close)
+        learner = Learner(
+            config=config,
+            policy=policy,
+            algorithm=algorithm,
+            reference=reference,
+            filters=filters,
+            backoff=Backoff(config.active_backoff, state.backoff if state else {}),
+            tasks=task_sampler,
+            demonstrations=_demonstrations(config, data, policy),
+            critic=critic,
+            recorder=recorder,
+        )
+        recorder.read_at_each_step(learner.gauge)
+        if (shadow := resources.shadow) is not None:
+            recorder.read_at_each_step(lambda _: shadow.metrics())
+        if state is not None:
+            learner.restore(state)
+        (state.random if state else RandomStates.seeded(config.seed)).restore()
+        await batches.restore(state.batches if state else BatchSourceState())
+        ending = EndCondition(config.until, state.ending if state else {})
         yield Run(
             config=config,
-            folder=folder,
-            policy=policy,
-            task_sampler=task_sampler,
             batches=batches,
-            filters=filters,
-            algorithm=algorithm,
-            evaluator=Evaluator(
-                config.eval, held_out if judge else {}, eval_workflow_maker(config, resources), config.seed, runner
+            learner=learner,
+            evaluator=_evaluator(config, held_out, resources, runner),
+            recorder=recorder,
+            checkpoints=Checkpointer(
+                config=config, folder=folder, batches=batches, learner=learner, ending=ending, store=resources.store
             ),
-            rewards=judge,
-            monitors=run_monitors,
-            reference=reference,
-            critic=critic,
-            demonstrations=_demonstrations(config, data, policy, state),
-            store=resources.store,
-            rates=TokenRates(runner.requests),
-            shadow=resources.shadow,
-            ending=EndCondition(config.until, state.ending if state else {}),
+            ending=ending,
             stop=stop,
-            states=DeferredStates(folder, policy, batches, config.checkpoint),
-            timeline=timeline,
-            overlap=OverlapMeter(lambda: batches.busy_seconds),
-            backoff=Backoff(config.active_backoff, state.backoff if state else {}),
         )
-    finally:
-        await batches.close()
-        await resources.close()
-        timeline.close()
-        run_monitors.close()
-        await policy.close()
 
 
 def _announce(config: RunConfig, algorithm: Algorithm, console: Console) -> None:
     console.print(f"[dim]{config.algorithm.type}: the loss is {algorithm.loss_location}[/]", highlight=False)
     if config.plugins:
         console.print(f"[dim]with plugins of {config.plugins}[/]", highlight=False)
-
-
-async def with_shadow(config: RunConfig, policy: Policy, resources: RolloutResources) -> RolloutResources:
-    """The resources with a ShadowService, if the run needs one."""
-    if "shadow" not in config.services:
-        return resources
-    try:
-        return replace(resources, shadow=open_shadow(config.shadow, policy, config.shadow_versions))
-    except BaseException:
-        await policy.close()
-        raise
 
 
 def _run_info(config: RunConfig, folder: RunFolder, policy: Policy) -> RunInfo:
@@ -150,17 +194,12 @@ def _run_info(config: RunConfig, folder: RunFolder, policy: Policy) -> RunInfo:
     )
 
 
-def _demonstrations(config: RunConfig, data: RunData, policy: Policy, state: State | None) -> Demonstrations | None:
+def _demonstrations(config: RunConfig, data: RunData, policy: Policy) -> Demonstrations | None:
     if config.demonstrations is None:
         return None
     pairs = config.algorithm.learns_from == "pairs"
     _, held_out = data.tasks
-    demonstrations = Demonstrations(
-        config.demonstrations, data.demonstrations, held_out, policy.chat, config.seed, pairs=pairs
-    )
-    if state is not None:
-        demonstrations.cursor = state.demonstrations_drawn
-    return demonstrations
+    return Demonstrations(config.demonstrations, data.demonstrations, held_out, policy.chat, config.seed, pairs=pairs)
 
 
 async def _batch_source(
@@ -177,7 +216,7 @@ async def _batch_source(
     if not config.uses_rollouts:
         return EmptyBatchSource()
     plan = sampling_plan(config, filters)
-    buffer = buffers.build(config.buffer, folder.path, config.name)
+    buffer = buffers.build(config.buffer, folder.layout.buffer, config.name)
     in_process = config.mode != "train"
     if not in_process:
         await agree(buffer, config.model_dump(mode="json"), "train")
@@ -202,6 +241,25 @@ async def _batch_source(
     return BufferedBatchSource(
         buffer, selector, policy, publisher, notes, config.sync, last_step=config.steps, sampling=sampling, stop=stop
     )
+
+
+def _evaluator(
+    config: RunConfig, held_out: HeldOutTasks, resources: RolloutResources, runner: RolloutRunner
+) -> Evaluator:
+    rewards = Rewards(config.eval.rewards or config.rewards, pool=resources.scoring) if config.evaluates else None
+    make_workflow = eval_workflow_maker(config, resources)
+    return Evaluator(config.eval, held_out if rewards else {}, make_workflow, config.seed, runner, rewards)
+
+
+async def _algorithm(
+    config: RunConfig, policy: Policy, requests: RequestLimit, state: State | None
+) -> tuple[Algorithm, Critic | None, str]:
+    """The algorithm, its critic, and the name or path of its reference model."""
+    critic, reference = await _critic(config, policy, state), await _reference(config, policy, state)
+    columns = _columns(config, policy, reference, critic, requests)
+    extensions = policy.extensions
+    algorithm = Algorithm(config.algorithm, extensions, columns, config.seed, config.group_size, config.updates)
+    return algorithm, critic, reference
 
 
 async def _critic(config: RunConfig, policy: Policy, state: State | None) -> Critic | None:
@@ -240,12 +298,3 @@ def _columns(
 async def target_logprobs(snapshot: Snapshot, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
     """Logprobs of the targets of each row, float32 [N]."""
     return list(await asyncio.gather(*(snapshot.logprobs(row.sequence) for row in rows)))
-
-
-def _restore(state: State | None, task_sampler: TaskSampler, algorithm: Algorithm, seed: int) -> None:
-    if state is None:
-        RandomStates.seeded(seed).restore()
-        return
-    state.random.restore()
-    task_sampler.restore(state.cursor, state.order)
-    algorithm.restore(state.algorithm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -21,14 +22,16 @@ from tinsmith.rl.evaluate import EvalConfig
 from tinsmith.rl.policy.base import Policy
 from tinsmith.rl.policy.chat import ChatCodec
 from tinsmith.rl.policy.sampling import SamplingConfig
+from tinsmith.rl.record.layout import Layout
 from tinsmith.rl.record.metrics import is_partial
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rollouts.filters import GroupFilters
 from tinsmith.rl.rollouts.producer import SamplingPlan
 from tinsmith.rl.rollouts.resources import RolloutResources
-from tinsmith.rl.run.folder import SETTINGS, RunFolder
+from tinsmith.rl.run.folder import RunFolder
 from tinsmith.rl.run.resume import TasksPerStep, check_adapter, state_of_checkpoint
 from tinsmith.rl.run.state import State
+from tinsmith.rl.shadow.tinker import open_shadow
 from tinsmith.rl.types import Demonstration
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 
@@ -119,6 +122,17 @@ async def taking_images_of(data: RunData, connected: C) -> C:
                 refusal = connected.chat.image_refusal
                 raise ConfigError(f"The task {task.id} has images. {refusal.message}", refusal.hint)
     return connected
+
+
+async def with_shadow(config: RunConfig, policy: Policy, resources: RolloutResources) -> RolloutResources:
+    """The resources with a ShadowService, if the run needs one."""
+    if "shadow" not in config.services:
+        return resources
+    try:
+        return replace(resources, shadow=open_shadow(config.shadow, policy, config.shadow_versions))
+    except BaseException:
+        await policy.close()
+        raise
 
 
 def training_workflow(config: RunConfig, resources: RolloutResources) -> Workflow:
@@ -252,7 +266,7 @@ def with_fresh_folder(config: RunConfig, part: str = "") -> RunConfig:
     as `bench`, in place of a training run.
     """
     folder = folder_path(config)
-    if config.resume != "rename" or not (folder / part / SETTINGS).exists():
+    if config.resume != "rename" or not Layout(folder).part(part).settings.exists():
         return config
     return config.model_copy(update={"folder": f"{folder}_{time.strftime('%Y%m%d%H%M%S')}"})
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from tinsmith.errors import ConfigError
 from tinsmith.plurals import counted
 from tinsmith.rl.policy.base import CheckpointInfo, ModelConfig
+from tinsmith.rl.record.layout import Layout
 from tinsmith.rl.rollouts.batch_source import BatchSourceState
 from tinsmith.rl.rollouts.buffers.replay import SelectorState
 from tinsmith.rl.run.state import (
@@ -21,7 +22,6 @@ from tinsmith.rl.run.state import (
     State,
     from_metadata,
     read_state_file,
-    state_files,
 )
 
 _FIELDS = {
@@ -55,7 +55,8 @@ def starting_state(path: Path, newest: State | None, resume_from: str) -> State 
             f"Set another folder to start a run from it, or leave out resume_from. Checkpoints: {', '.join(own)}.",
         )
     earlier = next(
-        (state for file in state_files(path) if (state := read_state_file(file)) and state.path == target), None
+        (state for file in Layout(path).checkpoints() if (state := read_state_file(file)) and state.path == target),
+        None,
     )
     if earlier is None:
         raise ConfigError(

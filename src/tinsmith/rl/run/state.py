@@ -22,6 +22,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from tinsmith.atomic import atomic_write
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config.checkpoints import Checkpoints
+from tinsmith.rl.record.layout import Layout
 from tinsmith.rl.rollouts.batch_source import BatchSourceState
 from tinsmith.settings import Settings
 
@@ -111,10 +112,10 @@ def read_state(path: Path) -> State | None:
 
     If state.json is damaged, that of the newest checkpoint whose file is whole. Raises ConfigError if there is none.
     """
-    file = path / "state.json"
+    file = Layout(path).state
     if not file.exists():
         return None
-    for candidate in (file, *reversed(state_files(path))):
+    for candidate in (file, *reversed(Layout(path).checkpoints())):
         if (state := read_state_file(candidate)) is not None:
             if candidate != file:
                 log.warning("%s is damaged; the run continues from %s", file, candidate)
@@ -134,16 +135,6 @@ def write_state(file: Path, state: State) -> None:
     """Write `state` atomically; durable when this returns."""
     file.parent.mkdir(exist_ok=True)
     atomic_write(file, _STATE.dump_json(state))
-
-
-def state_files(path: Path) -> list[Path]:
-    """The state files of the checkpoints in run folder `path`, oldest first."""
-    return sorted((path / "checkpoints").glob("step-*.json"))
-
-
-def state_file(path: Path, step: int) -> Path:
-    """The state file of the checkpoint after `step` in run folder `path`."""
-    return path / "checkpoints" / f"step-{step:06}.json"
 
 
 def json_values(store: Mapping[str, Any]) -> dict[str, Any]:

@@ -256,7 +256,7 @@ def choice_run(folder: Path, **changes: Any) -> RunConfig:
 
 def test_runs_report_shadow_steps_and_skill(tmp_path, monkeypatch):
     server = LengthServer()
-    shadow = "tinsmith.rl.run.open.open_shadow"
+    shadow = "tinsmith.rl.run.parts.open_shadow"
     monkeypatch.setattr(shadow, lambda config, policy, versions: ShadowService(config, server))
     state = run(choice_run(tmp_path))
     assert state.step == 8

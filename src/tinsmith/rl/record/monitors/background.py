@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing_extensions import override
 
 from tinsmith.rl.guards.user_code import describe
-from tinsmith.rl.record.monitors.base import Kind, Monitor
+from tinsmith.rl.record.layout import Kind
+from tinsmith.rl.record.monitors.base import Monitor
 from tinsmith.rl.types import Group
 
 MAX_WAITING = 10_000

@@ -11,16 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from typing_extensions import override
 
 from tinsmith.rl.guards.user_code import describe, is_fault
+from tinsmith.rl.record.layout import Kind
 from tinsmith.rl.types import Group
 
 log = logging.getLogger(__name__)
-
-Kind = Literal["train", "eval"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typing_extensions import override
 
 from tinsmith.plurals import counted
-from tinsmith.rl.record.monitors.base import Kind, Monitor, RunInfo, roles_of
+from tinsmith.rl.record.layout import Kind
+from tinsmith.rl.record.monitors.base import Monitor, RunInfo, roles_of
 from tinsmith.rl.types import Group
 from tinsmith.settings import Settings
 

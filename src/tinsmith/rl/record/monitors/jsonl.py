@@ -19,7 +19,8 @@ from typing import Any
 from typing_extensions import override
 
 from tinsmith.chat.strict_json import encode_json
-from tinsmith.rl.record.monitors.base import Kind, Monitor, RunInfo
+from tinsmith.rl.record.layout import Kind, Layout
+from tinsmith.rl.record.monitors.base import Monitor, RunInfo
 from tinsmith.rl.types import Group, Rollout, Trajectory, Turn
 
 _PROMPTS = 256
@@ -30,10 +31,10 @@ class JsonlMonitor(Monitor):
     """Writes metrics.jsonl and rollouts/. A resumed run appends to metrics.jsonl."""
 
     def __init__(self, info: RunInfo) -> None:
-        self._folder = info.folder / "rollouts"
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._layout = Layout(info.folder)
+        self._layout.rollouts_folder.mkdir(parents=True, exist_ok=True)
         self._decode = lru_cache(_PROMPTS)(info.decode) if info.decode else None  # rollouts of a task share prompts
-        self._metrics = (info.folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
+        self._metrics = self._layout.metrics.open("a", buffering=1, encoding="utf-8")
 
     @override
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -42,7 +43,7 @@ class JsonlMonitor(Monitor):
     @override
     def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
         """Write the file of a step, over that of an earlier process that did not complete the step."""
-        target = self._folder / f"{kind}-{step:06}.jsonl"
+        target = self._layout.rollouts(kind, step)
         temporary = target.with_suffix(".part")
         with temporary.open("w", encoding="utf-8") as file:
             for group in groups:
@@ -113,7 +114,7 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
 
     Example: [row["reward/mean"] for row in read_metrics(Path("runs/demo"))]
     """
-    file = folder / "metrics.jsonl"
+    file = Layout(folder).metrics
     rows: dict[int, dict[str, float]] = {}
     for line in file.read_bytes().split(b"\n") if file.exists() else ():
         with suppress(ValueError):  # a line that is being written

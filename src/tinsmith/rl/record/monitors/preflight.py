@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from tinsmith.errors import ConfigError
+from tinsmith.rl.record.layout import Layout
 from tinsmith.rl.record.monitors.trackers import MlflowConfig, TensorboardConfig, WandbConfig, missing_package
 from tinsmith.settings import Settings
 
@@ -40,7 +41,7 @@ def preflight(configs: Sequence[Settings], folder: Path) -> tuple[str, ...]:
                 if why := offline_reason(config):
                     notes.append(
                         f"wandb: {why}, so the run is recorded offline; to send it later: wandb login, then wandb sync "
-                        f"{folder / 'wandb'}/offline-run-*"
+                        f"{Layout(folder).wandb}/offline-run-*"
                     )
             case MlflowConfig():
                 _require("mlflow", package="mlflow-skinny", extra="mlflow")

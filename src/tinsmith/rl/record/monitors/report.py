@@ -21,7 +21,8 @@ from typing_extensions import override
 from tinsmith.atomic import atomic_write
 from tinsmith.plurals import counted
 from tinsmith.rl.record import timeline
-from tinsmith.rl.record.monitors.base import Kind, Monitor, RunInfo, roles_of
+from tinsmith.rl.record.layout import Kind, Layout
+from tinsmith.rl.record.monitors.base import Monitor, RunInfo, roles_of
 from tinsmith.rl.record.monitors.charts import Curve, smooth, svg
 from tinsmith.rl.record.monitors.jsonl import read_metrics, read_rollouts
 from tinsmith.rl.types import Group
@@ -68,22 +69,21 @@ def write(info: RunInfo, refresh: float = 0.0) -> Path:
 
     With `refresh`, a browser reloads the page every so many seconds.
     """
-    rows = read_metrics(info.folder)
+    rows, layout = read_metrics(info.folder), Layout(info.folder)
     page = _template().render(
         info=info,
         settings=_settings(info.settings),
         refresh=round(refresh),
         cards=_cards(info, rows),
         charts=[chart for chart in _charts(rows) if chart["svg"]],
-        comparison=_comparison(info.folder),
+        comparison=_comparison(layout),
         timeline=timeline.svg(timeline.read(info.folder)),
-        answers=_answers(info.folder / "rollouts"),
-        example_group=_example_group(info.folder / "rollouts"),
+        answers=_answers(layout),
+        example_group=_example_group(layout),
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
     )
-    target = info.folder / "report.html"
-    atomic_write(target, page.encode())
-    return target
+    atomic_write(layout.report, page.encode())
+    return layout.report
 
 
 def _template() -> jinja2.Template:
@@ -195,44 +195,39 @@ def _chart(title: str, curves: Sequence[Curve], limits: tuple[float | None, floa
     }
 
 
-def _comparison(folder: Path) -> list[dict[str, Any]]:
+def _comparison(layout: Layout) -> list[dict[str, Any]]:
     """The rows of comparison.json, which a run writes at its end."""
-    file = folder / "comparison.json"
+    file = layout.comparison
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
 
 
-def _answers(folder: Path) -> dict[str, Any] | None:
+def _answers(layout: Layout) -> dict[str, Any] | None:
     """Answers of the first and the last evaluation to the first held-out tasks; None without an evaluation."""
-    files = sorted(folder.glob("eval-*.jsonl"))
-    if not files:
+    steps = layout.steps_with_rollouts("eval")
+    if not steps:
         return None
-    before, after = _first_by_task(files[0]), _first_by_task(files[-1])
+    before, after = (_first_by_task(layout.rollouts("eval", step)) for step in (steps[0], steps[-1]))
     pairs = [(rollout, after[task]) for task, rollout in before.items() if task in after][:_SHOWN]
-    return {"pairs": pairs, "first": int(files[0].stem[5:]), "last": int(files[-1].stem[5:])}
+    return {"pairs": pairs, "first": steps[0], "last": steps[-1]}
 
 
-def _example_group(folder: Path) -> dict[str, Any] | None:
+def _example_group(layout: Layout) -> dict[str, Any] | None:
     """The group of the last step with the most different rewards, best rollout first; None without a step."""
-    files = sorted(folder.glob("train-*.jsonl"))
-    if not files:
+    steps = layout.steps_with_rollouts("train")
+    if not steps:
         return None
     groups: dict[str, list[dict[str, Any]]] = {}
-    for rollout in _lines(files[-1]):
+    for rollout in read_rollouts(layout.rollouts("train", steps[-1])):
         groups.setdefault(rollout["task"], []).append(rollout)
     varied = max(groups.values(), key=lambda group: len({rollout["reward"] for rollout in group}))
-    return {"step": int(files[-1].stem[6:]), "group": sorted(varied, key=lambda rollout: -rollout["reward"])}
+    return {"step": steps[-1], "group": sorted(varied, key=lambda rollout: -rollout["reward"])}
 
 
 def _first_by_task(file: Path) -> dict[str, dict[str, Any]]:
     first: dict[str, dict[str, Any]] = {}
-    for rollout in _lines(file):
+    for rollout in read_rollouts(file):
         first.setdefault(rollout["task"], rollout)
     return first
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """The rollouts of a file; those of version 0.1.0 have no trajectories."""
-    return [{"trajectories": [], "correct": None, "termination": "done", **line} for line in read_rollouts(file)]
 
 
 def _settings(settings: Mapping[str, Any]) -> str:

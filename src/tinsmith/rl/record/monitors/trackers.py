@@ -24,9 +24,10 @@ from tinsmith import entry_points
 from tinsmith.atomic import atomic_write
 from tinsmith.entry_points import OWN
 from tinsmith.errors import ConfigError
-from tinsmith.rl.record.monitors.base import Kind, Monitor, RunInfo
+from tinsmith.rl.record.layout import Kind, Layout
+from tinsmith.rl.record.monitors.base import Monitor, RunInfo
 from tinsmith.rl.types import Group
-from tinsmith.settings import Settings, did_you_mean
+from tinsmith.settings import Settings, did_you_mean, flatten
 
 NAMES_GROUP = "tinsmith.metric_names"
 """Group of entry points: each names a function from a metric's name to that of another system."""
@@ -130,7 +131,7 @@ class TensorboardMonitor(Tracker):
         """Raise ConfigError if TensorBoard is not installed."""
         super().__init__(config)
         tensorboard = _import("torch.utils.tensorboard.writer", package="tensorboard", extra="tensorboard")
-        folder = config.folder or str(info.folder / "tensorboard")
+        folder = config.folder or str(Layout(info.folder).tensorboard)
         self._writer = tensorboard.SummaryWriter(folder, purge_step=info.start + 1 if info.start else None)
 
     @override
@@ -228,7 +229,8 @@ class MlflowMonitor(Tracker):
         if config.group:
             tags["group"] = config.group
         run_id = self._client.create_run(experiment_id, run_name=config.name or info.name, tags=tags).info.run_id
-        params = [Param(key, value[:_MLFLOW_PARAM_LENGTH]) for key, value in _flatten(info.settings).items()]
+        settings = {key: str(value) for key, value in flatten(info.settings).items() if value not in (None, "")}
+        params = [Param(key, value[:_MLFLOW_PARAM_LENGTH]) for key, value in settings.items()]
         for begin in range(0, len(params), _MLFLOW_BATCH):
             self._client.log_batch(run_id, params=params[begin : begin + _MLFLOW_BATCH])
         return run_id
@@ -249,20 +251,9 @@ def missing_package(package: str, extra: str) -> ConfigError:
 
 def _run_id(info: RunInfo, tracker: str, create: Callable[[], str]) -> str:
     """Return the run's id in `tracker` from trackers.json; create and store it if there is none."""
-    file = info.folder / "trackers.json"
+    file = Layout(info.folder).trackers
     ids: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
     if tracker not in ids:
         ids[tracker] = create()
         atomic_write(file, json.dumps(ids).encode() + b"\n")
     return ids[tracker]
-
-
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return settings as dotted keys and texts, without empty values."""
-    flat: dict[str, str] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        elif value not in (None, "", [], ()):
-            flat[prefix + key] = str(value)
-    return flat

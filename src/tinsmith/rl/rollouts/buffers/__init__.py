@@ -16,10 +16,10 @@ BufferConfig = Annotated[MemoryConfig | FileConfig | SqlConfig, Field(discrimina
 
 
 def build(config: BufferConfig, folder: Path, name: str) -> Buffer:
-    """The buffer of run `name` in `folder`. Raises ConfigError if its database cannot be opened."""
+    """The buffer of run `name`; `folder` is that of its files by default. Raises ConfigError if its database cannot be opened."""
     match config:
         case FileConfig():
-            return FileBuffer(Path(config.path).expanduser() if config.path else folder / "buffer")
+            return FileBuffer(Path(config.path).expanduser() if config.path else folder)
         case SqlConfig():
             return SqlBuffer(config.url, config.run or name)
         case _:
