@@ -71,7 +71,7 @@ _MODULES = {
     "Message": "tinsmith.rl.types",
     "Reward": "tinsmith.rl.rewards.base",
     "Rollout": "tinsmith.rl.types",
-    "Run": "tinsmith.rl.run",
+    "Run": "tinsmith.rl.run.run",
     "RunConfig": "tinsmith.rl.config",
     "Score": "tinsmith.rl.rewards.base",
     "ServeConfig": "tinsmith.service.config",

@@ -22,11 +22,11 @@ FILES = {
 
 def names_in(file: Path) -> set[str]:
     """Names of files in expressions of a module that make paths or open them."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and isinstance(node.right, ast.Constant):
-            found.add(str(node.right.value))
-    return (found & FILES) - {"wandb"}  # Weights & Biases has folders of this name elsewhere too
+            names.add(str(node.right.value))
+    return (names & FILES) - {"wandb"}  # Weights & Biases has folders of this name elsewhere too
 
 
 def test_no_other_module_names_the_files():

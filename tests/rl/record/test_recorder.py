@@ -53,7 +53,7 @@ def test_row_has_what_every_part_measured(tmp_path: Path) -> None:
         recorder.take(Batch(step=1, groups=(group(0.5),), numbers={"sync/weights": 2.0}), version=3)
         recorder.add({"optim/lr": 0.1, "tokens/trained": 8.0})
         recorder.add({"optim/loss": -1.0})
-        groups, row = recorder.finish_step()
+        groups, row = recorder.finish_step(1)
         assert (groups, recorder.step) == ((group(0.5),), 0)
         recorder.close()
         return row
@@ -69,13 +69,17 @@ def test_row_has_what_every_part_measured(tmp_path: Path) -> None:
     assert received.closed == 1
 
 
-def test_step_without_a_batch_has_no_row(tmp_path: Path) -> None:
-    async def step() -> None:
+def test_metrics_without_a_batch_are_a_row_too(tmp_path: Path) -> None:
+    async def steps() -> None:
         recorder = await recorded(tmp_path, received)
-        assert recorder.finish_step() == ((), {})
-        assert recorder.finish_step() == ((), {})
+        assert recorder.finish_step(1)[1].keys() >= {"time/step"}
+        recorder.add({"optim/lr": 0.1})  # before anything else of step 2
+        recorder.finish_step(2)
+        assert recorder.finish_step(3) == ((), {})
         recorder.close()
 
     received = Received()
-    asyncio.run(step())
-    assert received.rows == received.groups == []
+    asyncio.run(steps())
+    assert [step for step, _ in received.rows] == [1, 2]
+    assert received.rows[1][1]["optim/lr"] == 0.1
+    assert received.groups == []

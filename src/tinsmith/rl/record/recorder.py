@@ -26,7 +26,8 @@ Gauge = Callable[[Batch], Mapping[str, float]]
 class _Step:
     """What is known of the step in progress."""
 
-    number: int
+    number: int = 0
+    """0 if only metrics were added so far."""
     begin: float = field(default_factory=time.perf_counter)
     batch: Batch | None = None
     batch_at: float = 0.0
@@ -38,7 +39,7 @@ class _Step:
 class Recorder:
     """Makes a row of each step, of the metrics of its rollouts, what was added to it, the gauges, rates and times.
 
-    Example: recorder.begin(3); recorder.take(batch, version=2); recorder.add({"optim/lr": 1e-4}); then finish_step()
+    Example: recorder.begin(3); recorder.take(batch, version=2); recorder.add({"optim/lr": 1e-4}); then finish_step(3)
     """
 
     def __init__(
@@ -65,24 +66,23 @@ class Recorder:
 
     def take(self, batch: Batch, version: int) -> None:
         """Record the batch that the step trains on, before weights of `version` train on it."""
-        if self._step is None:
-            raise RuntimeError("no step has begun")
+        self._step = self._step or _Step()
         self._step.batch, self._step.version, self._step.batch_at = batch, version, time.perf_counter()
 
     def add(self, values: Mapping[str, float]) -> None:
         """Add metrics to the row of the step in progress."""
-        if self._step is not None:
-            self._step.numbers.update(values)
+        self._step = self._step or _Step()
+        self._step.numbers.update(values)
 
-    def finish_step(self) -> tuple[Sequence[Group], dict[str, float]]:
-        """Hand the rollouts and the row of the step to the monitors; returns both, empty without a batch."""
+    def finish_step(self, number: int) -> tuple[Sequence[Group], dict[str, float]]:
+        """Hand the rollouts and the row of a step to the monitors; returns both, empty if nothing was recorded."""
         step, self._step = self._step, None
-        if step is None or step.batch is None:
+        if step is None:
             return (), {}
-        batch, end = step.batch, time.perf_counter()
-        self._timeline.add("sampling", step.number, batch.sampled_from, batch.sampled_until)
+        batch, end = step.batch or Batch(step=number, groups=()), time.perf_counter()
+        self._timeline.add("sampling", number, batch.sampled_from, batch.sampled_until)
         if batch.groups:
-            self._monitors.rollouts(step.number, "train", batch.groups)
+            self._monitors.rollouts(number, "train", batch.groups)
         row = {
             **_sampled(batch, step.version),
             **step.numbers,
@@ -91,14 +91,14 @@ class Recorder:
             **self._overlap.lap(),
             "time/step": end - step.begin,
             "time/sampling": batch.sampled_until - batch.sampled_from,
-            "time/rollouts": step.batch_at - step.begin,
-            "time/update": end - step.batch_at,
         }
-        self._monitors.metrics(step.number, row)
+        if step.batch is not None:
+            row |= {"time/rollouts": step.batch_at - step.begin, "time/update": end - step.batch_at}
+        self._monitors.metrics(number, row)
         reward = row.get("reward/mean", float("nan"))
-        log.info("Step %d of %d: reward %.4g, %.2f seconds", step.number, self._steps, reward, row["time/step"])
+        log.info("Step %d of %d: reward %.4g, %.2f seconds", number, self._steps, reward, row["time/step"])
         if failed := [rollout.error for group in batch.groups for rollout in group.rollouts if rollout.error]:
-            log.warning("%s of step %d failed; the first: %s", counted(len(failed), "rollout"), step.number, failed[0])
+            log.warning("%s of step %d failed; the first: %s", counted(len(failed), "rollout"), number, failed[0])
         return batch.groups, row
 
     def evaluation(self, step: int, groups: Sequence[Group], values: Mapping[str, float]) -> None:

@@ -35,17 +35,21 @@ class Run:
     """The parts of a run, and what a loop does with them. All parts live as long as the run."""
 
     config: RunConfig
+    """The settings of the run, with the number of its steps."""
     batches: BatchSource
     """Where the rollouts of each step come from."""
     learner: Learner
-    """What the batches change."""
+    """What learns from them: policy, critic, coefficients of the algorithm, task order."""
     evaluator: Evaluator
+    """Evaluates the policy on the held-out tasks."""
     recorder: Recorder
-    """Metrics, rollouts and times, on their way to the monitors."""
+    """Makes the row of each step for the monitors; `recorder.add({"my/metric": 0.5})` adds a metric to it."""
     checkpoints: Checkpointer
+    """Saves checkpoints, and the states to resume from in the run folder."""
     ending: EndCondition
-    """The conditions of `until`."""
+    """Follows the conditions of `until`."""
     stop: StopSignal
+    """Whether the run is to stop early."""
 
     @property
     def policy(self) -> Policy:
@@ -140,7 +144,7 @@ class Run:
         Sampling does not wait for the evaluation or the checkpoint, except with staleness 0. The state is written last,
         after all files of the step. Returns whether the run has ended: by its last step, or by a condition of `until`.
         """
-        groups, row = self.recorder.finish_step()
+        groups, row = self.recorder.finish_step(step)
         self.learner.tasks.update(groups)
         self.ending.observe(row)
         last = self._is_last(step)

@@ -16,7 +16,8 @@ BufferConfig = Annotated[MemoryConfig | FileConfig | SqlConfig, Field(discrimina
 
 
 def build(config: BufferConfig, folder: Path, name: str) -> Buffer:
-    """The buffer of run `name`; `folder` is that of its files by default. Raises ConfigError if its database cannot be opened."""
+    """The buffer of run `name`. `folder`: default place of its files. Raises ConfigError if its database cannot be
+    opened."""
     match config:
         case FileConfig():
             return FileBuffer(Path(config.path).expanduser() if config.path else folder)
