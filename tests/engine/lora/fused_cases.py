@@ -6,21 +6,16 @@ Compiled: widths of models, in bfloat16 over a float32 residual.
 
 from __future__ import annotations
 
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.engine.triton_compile import assert_compiles
 from tinsmith.engine.lora.elementwise import choice, fused
 
-SHARED_MEMORY = 48 << 10
-"""Bytes of shared memory of a program on any GPU without a setting."""
 POINTERS = {
     "total": "*fp32",
     "inputs": "*fp32",
@@ -94,29 +89,8 @@ def _variants() -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def _compile(kernel: Any, constants: dict[str, Any], capability: int) -> None:
-    """Compile a kernel and assert that it spills no registers and fits shared memory."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    options = {"num_warps": constants["num_warps"]}
-    constants = {name: value for name, value in constants.items() if name not in options}
     types = {name: _type(name) for name in kernel.arg_names if name not in constants}
-    aligned = {
-        (at,): [["tt.divisibility", 16]] for at, name in enumerate(kernel.arg_names) if types.get(name) != "fp32"
-    }
-    source = triton.compiler.ASTSource(
-        fn=kernel, signature={**types, **dict.fromkeys(constants, "constexpr")}, constexprs=constants, attrs=aligned
-    )
-    result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assert result.metadata.shared <= SHARED_MEMORY
-    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(result.asm["ptx"])
-        file.flush()
-        target = re.findall(r"\.target (\w+)", result.asm["ptx"])[0]
-        command = [str(assembler), "-v", f"--gpu-name={target}", file.name, "-o", "/dev/null"]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    assert re.findall(r"(\d+) bytes spill", report) == ["0", "0"], report
+    assert_compiles(kernel, types, constants, capability)
 
 
 def _type(name: str) -> str:

@@ -20,6 +20,7 @@ from tinsmith.engine.lora import layers
 from tinsmith.engine.lora.elementwise import choice, fused
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.hybrid.gated_delta_net import MIXER, GatedDeltaNet
+from tinsmith.engine.model.hybrid.rule.choice import rule_on
 from tinsmith.engine.model.self_check import probe
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ def use_kernels(base: BaseModel, probe_base: BaseModel | None = None) -> None:
     A base whose projections may have no values yet comes with `probe_base`, the first layers of the same model: where
     these can have the form of DecoderLayer, all can, and only the kernels are computed here.
     """
+    _use_rules(base)
     kernels = choice.kernels_on(base.device) if base.float32_residual else None
     if kernels is None:
         return
@@ -92,6 +94,14 @@ def use_kernels(base: BaseModel, probe_base: BaseModel | None = None) -> None:
         _set(base, None)
         for stack, number, layer in originals:
             stack[number] = layer
+
+
+def _use_rules(base: BaseModel) -> None:
+    """Let recurrent layers compute passes by the fastest rule."""
+    mixers = [module for module in base.body.modules() if isinstance(module, GatedDeltaNet)]
+    rules = {shape: rule_on(base.device, base.dtype, shape) for shape in {mixer.shape for mixer in mixers}}
+    for mixer in mixers:
+        mixer.rule = rules[mixer.shape]
 
 
 def _replace(kernels: fused.Kernels, base: BaseModel) -> None:

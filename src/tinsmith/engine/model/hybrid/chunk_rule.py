@@ -15,6 +15,7 @@ it in the triangular system and in elementwise operations.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,10 @@ class HeadShape:
     def keys(self) -> int:
         """Columns of the queries, and of the keys."""
         return self.key_heads * self.key_width
+
+
+ChunkRule = Callable[[Tensor, Tensor, Tensor, HeadShape, ChunkTensors, Tensor | None], tuple[Tensor, Tensor]]
+"""Computes what `chunk_rule` does."""
 
 
 def chunk_rule(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tinsmith.engine.model.hybrid.chunk_tree import ChunkTree
+from tinsmith.engine.model.hybrid.rule.scan_tables import ScanTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +28,16 @@ class TensorLevel:
     """int64 [n]: their numbers among all ends."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChunkTensors:
-    """C tokens in N chunks of `size`, with `taps` inputs of the convolution for each."""
+    """C tokens in N chunks of `size`, with `taps` inputs of the convolution for each. Tables of the chunks' order are
+    made where they are first used: a pass needs `levels` or `scan`."""
 
-    size: int
+    tree: ChunkTree
     padding: Tensor | None
     """bool [N size]: slots after a chunk's tokens; None without any."""
     slots: Tensor
     """int64 [C]: slot of each token."""
-    levels: Sequence[TensorLevel]
     inputs: Tensor
     """int64 [N (taps - 1 + size)]: of each chunk, the taps - 1 tokens before it, as `ChunkTree.ancestors` names them,
     and its own. Padding repeats the chunk's last token, so that no other row's numbers are in it."""
@@ -54,14 +56,6 @@ class ChunkTensors:
         def tensor(table: object) -> Tensor:
             return torch.as_tensor(table, dtype=torch.int64, device=device)
 
-        levels, before = [], -1
-        for level in tree.levels:
-            count = level.stop - level.start
-            same = level.parents.tolist() == ([-1] * count if before < 0 else list(range(before)))
-            ends = tensor(level.ends).view(-1, 2)
-            parents = None if same else tensor(level.parents)
-            levels.append(TensorLevel(level.start, level.stop, parents, ends[:, 0], ends[:, 1]))
-            before = count
         count, earlier = len(tree.slots), tree.ancestors.shape[1] - 1
         padding = tree.tokens == count
         lasts = np.where(padding, -1, tree.tokens).max(1, keepdims=True)
@@ -70,16 +64,42 @@ class ChunkTensors:
         at = np.arange(inputs.size).reshape(inputs.shape)
         halo = inputs[:, :earlier] < count
         return cls(
-            size=tree.size,
+            tree=tree,
             padding=torch.as_tensor(padding.reshape(-1), device=device) if padding.any() else None,
             slots=tensor(tree.slots),
-            levels=levels,
             inputs=tensor(inputs.reshape(-1)),
             own_inputs=tensor(at[:, earlier:].reshape(-1)[tree.slots]),
             earlier=tensor(inputs[:, :earlier][halo]),
             earlier_inputs=tensor(at[:, :earlier][halo]),
             end_taps=tensor(tree.end_taps),
         )
+
+    @cached_property
+    def levels(self) -> Sequence[TensorLevel]:
+        """The levels of the tree, from the roots on."""
+
+        def tensor(table: object) -> Tensor:
+            return torch.as_tensor(table, dtype=torch.int64, device=self.slots.device)
+
+        levels, before = [], -1
+        for level in self.tree.levels:
+            count = level.stop - level.start
+            same = level.parents.tolist() == ([-1] * count if before < 0 else list(range(before)))
+            ends = tensor(level.ends).view(-1, 2)
+            parents = None if same else tensor(level.parents)
+            levels.append(TensorLevel(level.start, level.stop, parents, ends[:, 0], ends[:, 1]))
+            before = count
+        return levels
+
+    @cached_property
+    def scan(self) -> ScanTables:
+        """The tree for kernels."""
+        return ScanTables.of(self.tree, self.slots.device)
+
+    @property
+    def size(self) -> int:
+        """Tokens of a chunk."""
+        return self.tree.size
 
     @property
     def taps(self) -> int:
@@ -88,7 +108,7 @@ class ChunkTensors:
     @property
     def total_slots(self) -> int:
         """N times size."""
-        return self.levels[-1].stop * self.size
+        return self.tree.levels[-1].stop * self.size
 
     def scatter(self, rows: Tensor) -> Tensor:
         """Rows [C, X] of the tokens in their slots [N, size, X]; zeros for padding."""

@@ -17,6 +17,7 @@ from torch.nn.functional import silu, softplus
 from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import override
 
+from tinsmith.engine.model.hybrid.chunk_rule import ChunkRule, HeadShape, chunk_rule
 from tinsmith.engine.model.hybrid.states import HybridContext, MixerInputs, RecurrentShape, recomputed
 
 MODEL_TYPES = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
@@ -52,6 +53,8 @@ class GatedDeltaNet(nn.Module):
         """Computes `adapted` together: [1, C, D] -> [C, out] of each."""
         self.gated_norm: Callable[[Tensor, Tensor], Tensor] | None = None
         """Kernel on a GPU for the norm of outputs [C, Hv, dv] times gates of the same shape."""
+        self.rule: ChunkRule = chunk_rule
+        """The recurrence of a pass."""
 
     @override
     def forward(self, hidden_states: Tensor, context: HybridContext | None = None, **settings: Any) -> Tensor:
@@ -65,6 +68,11 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(mixed)[None]  # type: ignore[no-any-return]
 
     @property
+    def shape(self) -> HeadShape:
+        """Its heads and widths."""
+        return HeadShape(self.key_heads, self.key_width, self.value_heads, self.value_width)
+
+    @property
     def adapted(self) -> tuple[nn.Module, ...]:
         """The projections of queries, keys and values, and of gates, which read one input."""
         return self.in_proj_qkv, self.in_proj_z
@@ -74,7 +82,9 @@ class GatedDeltaNet(nn.Module):
         decay = -self.A_log.float().exp() * softplus(a.float() + self.dt_bias.float())
         output = context.mix(
             self.layer,
-            MixerInputs(qkv, decay, b.sigmoid(), self.conv_weight.squeeze(1), self.key_heads, self.key_width),
+            MixerInputs(
+                qkv, decay, b.sigmoid(), self.conv_weight.squeeze(1), self.key_heads, self.key_width, self.rule
+            ),
         )
         if self.gated_norm is not None:
             return self.gated_norm(output, z.view_as(output)).flatten(1)

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from tinsmith.engine.model.architectures.latents import Latents
 from tinsmith.engine.model.attention_rule import AttentionRule
-from tinsmith.engine.model.hybrid.chunk_rule import HeadShape, chunk_rule
+from tinsmith.engine.model.hybrid.chunk_rule import ChunkRule, HeadShape, chunk_rule
 from tinsmith.engine.model.hybrid.chunk_tensors import ChunkTensors
 from tinsmith.engine.model.hybrid.chunk_tree import ChunkTree, chunk_tree, parents_of
 from tinsmith.engine.model.hybrid.convolution import convolve_chunks, input_table
@@ -90,6 +90,8 @@ class MixerInputs:
     """[channels, taps]."""
     key_heads: int
     key_width: int
+    rule: ChunkRule = chunk_rule
+    """Of the tokens of a pass."""
 
     @property
     def shape(self) -> HeadShape:
@@ -132,7 +134,7 @@ class PackedStates:
         outside = torch.cat([state.conv[layer] for state in self.outside]) if self.outside else None
         convolved = convolve_chunks(inputs.mixed, inputs.conv_weight, self.tree, outside)
         before = torch.stack([state.recurrent[layer] for state in self.outside]) if self.outside else None
-        output, states = chunk_rule(convolved, inputs.decay, inputs.beta, inputs.shape, self.tree, before)
+        output, states = inputs.rule(convolved, inputs.decay, inputs.beta, inputs.shape, self.tree, before)
         if self.saves:
             self.saved.append((states, input_table(inputs.mixed, outside)[self.tree.end_taps]))
         return output
