@@ -28,7 +28,7 @@ MACHINE = Machine(
     gpus=("H200",) * 2,
     versions={**versions(), "ray": "2.60.0"},
 )
-LOCATION = SlotLocation(machine=MACHINE, gpus=("0",), requires_token=True, agent="k")
+LOCATION = SlotLocation(machine=MACHINE, gpus=("0",), requires_token=True)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ async def reason(patch: pytest.MonkeyPatch, beats: list[int], *, busy: bool) -> 
 
     patch.setattr(heartbeat, "asyncio", SimpleNamespace(sleep=tick))
     try:
-        return (await heartbeats.stalled(0.1, 0.15, is_busy)).reason
+        return (await heartbeats.stalled(0.1, 0.15, is_busy)).text
     except TimeoutError:
         return None
 
@@ -43,9 +43,9 @@ async def reason(patch: pytest.MonkeyPatch, beats: list[int], *, busy: bool) -> 
 @pytest.mark.parametrize(
     ("beats", "busy", "expected"),
     [
-        ([], False, "no heartbeat for 0.15 s"),
-        ([], True, "no progress for 0.1 s"),
-        ([7] * 100, True, "no progress for 0.1 s"),
+        ([], False, "stalled: no heartbeat for 0.15 s"),
+        ([], True, "stalled: no progress for 0.1 s"),
+        ([7] * 100, True, "stalled: no progress for 0.1 s"),
         ([7] * 100, False, None),
         (list(range(100)), True, None),
     ],

@@ -17,10 +17,10 @@ import pytest
 from tinsmith.engine.base import SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
-from tinsmith.engine.processes import client, dial
+from tinsmith.engine.processes import client, dial, slots
 from tinsmith.engine.processes.client import start_engine
 from tinsmith.engine.processes.dial import Address, LaunchToken, Listener
-from tinsmith.engine.processes.slots import ListeningProcess, LocalSlots
+from tinsmith.engine.processes.slots import ChildProcess, LocalSlots
 from tinsmith.engine.processes.tls import PIECE_BYTES, Identity, TlsSocket
 from tinsmith.errors import EngineDied
 
@@ -171,8 +171,8 @@ def test_data_that_arrives_during_the_close_is_no_error() -> None:
 
 def test_calls_of_a_killed_process_with_tls_fail_as_others_do(wait: Any) -> None:
     async def run() -> None:
-        slots = LocalSlots(Identity.new())
-        (slot,) = await slots.reserve(1, name="worker")
+        machines = LocalSlots(Identity.new())
+        (slot,) = await machines.reserve(1, name="worker")
         engine = await start_engine(slot, EngineConfig(source="fake", kind="fake"), "fake", 1)
 
         async def call_on() -> None:
@@ -186,25 +186,34 @@ def test_calls_of_a_killed_process_with_tls_fail_as_others_do(wait: Any) -> None
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
             await engine.close()
         assert {type(outcome) for outcome in outcomes} == {EngineDied}
-        await slots.close()
+        await machines.close()
 
     wait(run())
 
 
-def test_engine_in_a_slot_with_tls(wait: Any) -> None:
+def test_engine_in_a_slot_with_tls(wait: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    dialled: list[tuple[Address, LaunchToken]] = []
+
+    async def observed(address: Address, token: LaunchToken, identity: Identity, buffer: int) -> Any:
+        dialled.append((address, token))
+        return await dial.dial(address, token, identity, buffer)
+
     async def run() -> None:
-        slots = LocalSlots(Identity.new())
-        (slot,) = await slots.reserve(1, name="worker")
+        machines = LocalSlots(Identity.new())
+        (slot,) = await machines.reserve(1, name="worker")
         config = EngineConfig(source="fake", kind="fake")
         engine = await start_engine(slot, config, "fake", 1)
         request = SampleRequest(request_id="r", prompt=np.array([1, 2], np.int32), max_tokens=5, seed=1)
         local = await FakeEngine(config).sample(request)
         np.testing.assert_array_equal((await engine.sample(request)).sequences[0].tokens, local.sequences[0].tokens)
-        assert isinstance(slot.process, ListeningProcess)
-        assert slot.process.address.certificate not in (b"", slot.process.launch_token.certificate)
+        assert isinstance(slot.process, ChildProcess)
+        ((address, token),) = dialled
+        assert b"" not in (address.certificate, token.certificate)
+        assert address.certificate != token.certificate
         async with asyncio.timeout(120):
             await engine.close()
         assert slot.process.code == 0  # by itself, when its connection closed
-        await slots.close()
+        await machines.close()
 
+    monkeypatch.setattr(slots, "dial", observed)
     wait(run())

@@ -26,17 +26,15 @@ from typing_extensions import override
 from tinsmith.engine.base import ModelCard, OnDelta
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.process_end import ProcessEnd, process_end
-from tinsmith.engine.processes.child import EngineProcess
 from tinsmith.engine.processes.heartbeat import (
     LOAD_TIMEOUT_S,
     SILENCE_S,
     SILENCE_SHARE,
     Heartbeat,
     HeartbeatMonitor,
-    Stall,
 )
 from tinsmith.engine.processes.rpc import Call, Delta, EngineClient, Method, Reply
-from tinsmith.engine.processes.slots import LocalSlot, Program, Slot
+from tinsmith.engine.processes.slots import LocalSlot, Program, Slot, SlotProcess
 from tinsmith.errors import EngineDied, TinsmithError
 from tinsmith.processes.messages import LENGTH_PREFIX, encode
 
@@ -89,7 +87,7 @@ class ServedEngine(EngineClient, ABC):
         """The calls without a reply, such as `run, sample x 12`."""
 
     @abstractmethod
-    async def stalled(self, timeout_s: float) -> Stall:
+    async def stalled(self, timeout_s: float) -> ProcessEnd:
         """Wait until a process sends no heartbeats, or none makes progress for `timeout_s` while calls run."""
 
     @abstractmethod
@@ -131,7 +129,7 @@ class RemoteEngine(ServedEngine):
     def __init__(
         self,
         card: ModelCard,
-        child: EngineProcess,
+        child: SlotProcess,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         heartbeats: HeartbeatMonitor,
@@ -154,7 +152,7 @@ class RemoteEngine(ServedEngine):
     @classmethod
     async def over(
         cls,
-        child: EngineProcess,
+        child: SlotProcess,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         config: Any,
@@ -227,7 +225,7 @@ class RemoteEngine(ServedEngine):
         return ", ".join(f"{method} x {count}" if count > 1 else method for method, count in sorted(tally.items()))
 
     @override
-    async def stalled(self, timeout_s: float) -> Stall:
+    async def stalled(self, timeout_s: float) -> ProcessEnd:
         silence_s = min(SILENCE_S, SILENCE_SHARE * timeout_s)
         return await self.heartbeats.stalled(timeout_s, silence_s, lambda: bool(self._calls))
 
@@ -323,7 +321,7 @@ class RemoteEngine(ServedEngine):
         return EngineDied(f"The engine process has ended ({end.text}).", _RETRY, from_outside=end.from_outside)
 
 
-async def _end_of(child: EngineProcess, heartbeats: HeartbeatMonitor) -> ProcessEnd:
+async def _end_of(child: SlotProcess, heartbeats: HeartbeatMonitor) -> ProcessEnd:
     """Why a process ended whose connection has closed."""
     memory_ran_out = heartbeats.memory_ran_out()
     with contextlib.suppress(TimeoutError):
@@ -344,7 +342,7 @@ async def _card(reader: asyncio.StreamReader, heartbeats: HeartbeatMonitor) -> M
     stalled = asyncio.create_task(heartbeats.stalled(LOAD_TIMEOUT_S, LOAD_TIMEOUT_S, lambda: True))
     try:
         await asyncio.wait((reply, stalled), return_when=asyncio.FIRST_COMPLETED)
-        return await reply if reply.done() else EngineDied(f"Loading stalled: {stalled.result().reason}.")
+        return await reply if reply.done() else EngineDied(f"Loading {stalled.result().text}.")
     finally:
         reply.cancel()
         stalled.cancel()

@@ -216,7 +216,7 @@ def _admit(connection: socket.socket | TlsSocket, launch_token: LaunchToken) -> 
 
 
 async def dial(
-    address: Address, launch_token: LaunchToken, identity: Identity | None = None, *, buffer: int
+    address: Address, launch_token: LaunchToken, identity: Identity | None = None, buffer: int = 1 << 16
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to a process. `identity`: that of its launch token, for TLS. `buffer`: bytes that are read ahead.
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinsmith.engine.process_end import oom_kills
+from tinsmith.engine.process_end import ProcessEnd, oom_kills
 
 HEARTBEAT_S = 0.5
 SILENCE_S = 30.0
@@ -116,8 +116,11 @@ class HeartbeatMonitor:
         if heartbeat.progress != self.progress:
             self.progress, self._standstill.seconds = heartbeat.progress, 0.0
 
-    async def stalled(self, timeout_s: float, silence_s: float, is_busy: Callable[[], bool]) -> Stall:
-        """Wait until the child makes no progress for `timeout_s` while busy, or sends no heartbeat for `silence_s`."""
+    async def stalled(self, timeout_s: float, silence_s: float, is_busy: Callable[[], bool]) -> ProcessEnd:
+        """Wait until the child makes no progress for `timeout_s` while busy, or sends no heartbeat for `silence_s`.
+
+        Returns the reason to end it. A process that is stopped runs no request that could be the cause.
+        """
         self._standstill.limit_s, self._silence.limit_s = timeout_s, silence_s
 
         def waits() -> Iterator[Wait]:
@@ -130,19 +133,11 @@ class HeartbeatMonitor:
 
         wait = await first_overdue(waits, HEARTBEAT_S)
         if wait is self._silence:
-            return Stall(f"no heartbeat for {silence_s:g} s: it is stopped, or the machine is out of memory", True)
-        return Stall(f"no progress for {timeout_s:g} s", False)
+            cause = "it is stopped, or the machine is out of memory"
+            return ProcessEnd(f"stalled: no heartbeat for {silence_s:g} s: {cause}", from_outside=True)
+        return ProcessEnd(f"stalled: no progress for {timeout_s:g} s", from_outside=False)
 
     def memory_ran_out(self) -> bool:
         """Whether the system has killed a process for its memory within the last second. True if that is unknown."""
         before, now = self._oom_kills[0], oom_kills()
         return before is None or now is None or now > before
-
-
-@dataclass(frozen=True, slots=True)
-class Stall:
-    """Why a child counts as stalled."""
-
-    reason: str
-    from_outside: bool
-    """Whether no request can be the cause: a process that is stopped does not run any."""

@@ -36,18 +36,6 @@ class SlotLocation:
     gpus: tuple[str, ...]
     requires_token: bool
     """Whether its cluster accepts only callers with the cluster's token."""
-    agent: str
-    """Identity of this node agent: one that was started again is another."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartedProcess:
-    """A process that listens."""
-
-    pid: int
-    port: int
-    certificate: bytes
-    """For TLS; else empty."""
 
 
 class NodeAgent:
@@ -56,11 +44,13 @@ class NodeAgent:
     def __init__(self) -> None:
         self._child: asyncio.subprocess.Process | None = None
         self._log = Path(tempfile.mkdtemp(prefix="tinsmith-node-agent-")) / "process.log"
-        self._identity = f"{os.getpid()}-{time.time_ns()}"
         watch_parent(self._end_all)
 
-    async def start(self, program: Program, launch_token: LaunchToken, folder: str) -> StartedProcess | TinsmithError:
-        """Start a process and wait until it listens; the earlier one is ended first. Returns the error of a failure.
+    async def start(
+        self, program: Program, launch_token: LaunchToken, folder: str
+    ) -> tuple[int, Address] | TinsmithError:
+        """Start a process, wait until it listens, and return its id and address; the earlier one is ended first.
+        Returns the error of a failure.
 
         `folder`: where the service runs. The process runs there too, if this machine has that folder, so that relative
         paths in the settings mean the same.
@@ -68,10 +58,10 @@ class NodeAgent:
         await self.end()
         try:
             with self._log.open("ab") as log:
-                self._child, port, certificate = await start_listening(program, launch_token, (), log.fileno(), folder)
+                self._child, address = await start_listening(program, launch_token, (), log.fileno(), folder)
         except EngineDied as error:
             return EngineDied(f"{error.message}\n{self.log_tail(LOG_LINES)}")
-        return StartedProcess(self._child.pid, port, certificate)
+        return self._child.pid, address
 
     async def ended(self, pid: int) -> int | None:
         """Wait until a process has ended; its exit code, or None for one that this node agent does not know."""
@@ -127,7 +117,6 @@ class NodeAgent:
             machine=this_machine(name, host),
             gpus=tuple(device for device in gpus.split(",") if device),
             requires_token=os.environ.get("RAY_AUTH_MODE") == "token",
-            agent=self._identity,
         )
 
     def _kill(self) -> None:

@@ -16,8 +16,9 @@ import signal
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import ray  # pyright: ignore[reportMissingImports]
@@ -38,7 +39,7 @@ from typing_extensions import override
 
 from tinsmith.engine.processes.dial import PING_S, Address, LaunchToken, dial
 from tinsmith.engine.processes.machine import Machine, versions
-from tinsmith.engine.processes.node_agent import LOG_LINES, NodeAgent, SlotLocation, StartedProcess
+from tinsmith.engine.processes.node_agent import LOG_LINES, NodeAgent, SlotLocation
 from tinsmith.engine.processes.ray_checks import check_address, check_locations
 from tinsmith.engine.processes.slots import START_S, Connection, Program, Slot, Slots, Strategy
 from tinsmith.engine.processes.tls import Identity
@@ -87,18 +88,15 @@ class RayProcess:
         self,
         agent: Any,
         machine: str,
-        started: StartedProcess,
-        launch_token: LaunchToken,
-        identity: Identity | None,
+        pid: int,
+        connect: Callable[[int], Awaitable[Connection]],
     ) -> None:
         self.ping_s = PING_S
-        self.address = Address(launch_token.host, started.port, started.certificate)
-        self.launch_token = launch_token
-        self._identity = identity
+        self._connect = connect
         self.machine = machine
         self.died = asyncio.Event()
         self.code: int | None = None
-        self.pid = started.pid
+        self.pid = pid
         self.is_ended = False
         """Whether the service ended it."""
         self._agent = agent
@@ -106,7 +104,7 @@ class RayProcess:
         self._watch = asyncio.create_task(self._wait())
 
     async def connect(self, buffer: int) -> Connection:
-        return await dial(self.address, self.launch_token, self._identity, buffer=buffer)
+        return await self._connect(buffer)
 
     def kill(self) -> None:
         self.is_ended = True
@@ -181,9 +179,11 @@ class RaySlot:
         check_locations([location])  # it may be another machine than before
         launch_token = LaunchToken.new(generation, location.machine.host, program.payload, self._identity)
         started = await self._call("start", program, launch_token, os.getcwd())
-        if not isinstance(started, StartedProcess):
+        if not isinstance(started, tuple):
             raise started
-        self.process = RayProcess(self._agent, location.machine.name, started, launch_token, self._identity)
+        pid, address = started
+        connect = partial(dial, address, launch_token, self._identity)
+        self.process = RayProcess(self._agent, location.machine.name, pid, connect)
         self._report = asyncio.create_task(self._log_end(self.process))
         return self.process
 

@@ -12,14 +12,14 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, ParamSpec, Protocol, TypeVar
 
 from typing_extensions import override
 
-from tinsmith.engine.processes.child import CHILD_ENVIRONMENT, ChildProcess, EngineProcess
 from tinsmith.engine.processes.dial import PING_S, Address, LaunchToken, dial, encode_launch_token, read_report
 from tinsmith.engine.processes.machine import Machine, this_machine, visible_gpus
 from tinsmith.engine.processes.tls import Identity
@@ -31,6 +31,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
+CHILD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+"""OpenMP threads sleep while they wait for each other. By default they spin, which made decoding 6 to 10 times slower
+when another process (a training loop, a browser) kept as many cores busy. Memory of a GPU is in segments that grow,
+because each pass has another size and would leave gaps in fixed ones."""
 START_S = 60.0
 """Time for a process to report its port: Python starts, and imports the module."""
 LOOPBACK = "127.0.0.1"
@@ -51,11 +55,27 @@ class Program:
     """Progress bars of several processes would write over each other in one log."""
 
 
-class SlotProcess(EngineProcess, Protocol):
-    """A process in a slot. `died` is set too when it counts as ended because its machine is gone."""
+class SlotProcess(Protocol):
+    """A process in a slot: a child of this one, or one on another machine."""
 
+    died: asyncio.Event
+    """Set when it has ended, or counts as ended because its machine is gone."""
     ping_s: float
     """Time between two pings that it waits for; 0 if its connection needs none."""
+
+    @property
+    def pid(self) -> int:
+        """Process id on its machine."""
+        ...
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, minus the signal if a signal ended it; None while it runs, or if nobody knows."""
+        ...
+
+    def kill(self) -> None:
+        """Begin to kill it with all processes that it started, also if it is stopped."""
+        ...
 
     async def connect(self, buffer: int) -> Connection:
         """Connect to it, once. `buffer`: bytes that are read ahead. Raises EngineDied if it cannot be reached."""
@@ -139,35 +159,46 @@ class Slots(Protocol):
         ...
 
 
-class LocalProcess(ChildProcess):
-    """A child process in a slot. Implements SlotProcess."""
-
-    def __init__(self, child: asyncio.subprocess.Process, connection: socket.socket) -> None:
-        super().__init__(child)
-        self.ping_s = 0.0
-        self._connection = connection
-
-    async def connect(self, buffer: int) -> Connection:
-        return await asyncio.open_connection(sock=self._connection, limit=buffer)
-
-
-class ListeningProcess(ChildProcess):
-    """A child process in a slot, which is reached over TCP as on another machine. Implements SlotProcess."""
+class ChildProcess:
+    """A child of this process in a slot, which leads its session. Implements SlotProcess."""
 
     def __init__(
         self,
         child: asyncio.subprocess.Process,
-        address: Address,
-        launch_token: LaunchToken,
-        identity: Identity | None,
+        connect: Callable[[int], Awaitable[Connection]],
+        *,
+        ping_s: float = 0.0,
     ) -> None:
-        super().__init__(child)
-        self.ping_s = PING_S
-        self.address, self.launch_token = address, launch_token
-        self._identity = identity
+        self.died = asyncio.Event()
+        self.ping_s = ping_s
+        self._child, self._connect = child, connect
+        self._watch = asyncio.create_task(self._wait())
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def code(self) -> int | None:
+        return self._child.returncode
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
 
     async def connect(self, buffer: int) -> Connection:
-        return await dial(self.address, self.launch_token, self._identity, buffer=buffer)
+        return await self._connect(buffer)
+
+    async def end(self) -> None:
+        if not self.died.is_set():
+            self.kill()
+        await asyncio.shield(self._watch)
+
+    async def _wait(self) -> None:
+        await self._child.wait()
+        if self._child.stdin is not None:
+            self._child.stdin.close()
+        self.died.set()
 
 
 class LocalSlot:
@@ -181,22 +212,22 @@ class LocalSlot:
         self.gpus = gpus
         self.machine = socket.gethostname()
         self.host = LOOPBACK
-        self.process: LocalProcess | ListeningProcess | None = None
+        self.process: ChildProcess | None = None
         self._identity = identity
         self._over_tcp = over_tcp or identity is not None
 
-    async def start(self, program: Program, generation: int) -> LocalProcess | ListeningProcess:
+    async def start(self, program: Program, generation: int) -> ChildProcess:
         await self.end()
         launch_token = LaunchToken.new(generation, self.host, program.payload, self._identity)
         if self._over_tcp:
-            child, port, certificate = await start_listening(program, launch_token, self.gpus)
-            address = Address(self.host, port, certificate)
-            self.process = ListeningProcess(child, address, launch_token, self._identity)
+            child, address = await start_listening(program, launch_token, self.gpus)
+            connect = partial(dial, address, launch_token, self._identity)
+            self.process = ChildProcess(child, connect, ping_s=PING_S)
         else:
             ours, theirs = socket.socketpair()
             with theirs:
-                child = await start_child(program, launch_token, self.gpus, inherited=theirs)
-            self.process = LocalProcess(child, ours)
+                child = await start_program(program, launch_token, self.gpus, inherited=theirs)
+            self.process = ChildProcess(child, partial(_open, ours))
         return self.process
 
     async def has_machine(self) -> bool:
@@ -257,7 +288,7 @@ class LocalSlots(Slots):
         await self.give_back(list(self._reserved))
 
 
-async def start_child(
+async def start_program(
     program: Program,
     launch_token: LaunchToken,
     gpus: tuple[str, ...],
@@ -297,9 +328,9 @@ async def start_child(
 
 async def start_listening(
     program: Program, launch_token: LaunchToken, gpus: tuple[str, ...], log: int | None = None, folder: str = "."
-) -> tuple[asyncio.subprocess.Process, int, bytes]:
-    """Start a child of this process and wait for its port and certificate. Raises EngineDied if it ends before."""
-    child = await start_child(program, launch_token, gpus, log=log, folder=folder)
+) -> tuple[asyncio.subprocess.Process, Address]:
+    """Start a child of this process and wait until it listens. Raises EngineDied if it ends before."""
+    child = await start_program(program, launch_token, gpus, log=log, folder=folder)
     assert child.stdout is not None
     try:
         async with asyncio.timeout(START_S):
@@ -311,7 +342,7 @@ async def start_listening(
     except BaseException:
         await _end(child)
         raise
-    return child, port, certificate
+    return child, Address(launch_token.host, port, certificate)
 
 
 def free_port(host: str) -> int:
@@ -327,6 +358,10 @@ def read_file(path: Path, limit: int) -> bytes | None:
             return file.read(limit)
     except OSError:
         return None
+
+
+async def _open(connection: socket.socket, buffer: int) -> Connection:
+    return await asyncio.open_connection(sock=connection, limit=buffer)
 
 
 async def _end(child: asyncio.subprocess.Process) -> None:

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from tinsmith.engine.process_end import ProcessEnd
 from tinsmith.engine.processes.client import ServedEngine
 from tinsmith.errors import TinsmithError
 
@@ -64,12 +63,12 @@ async def keep_running(
 
 async def kill_when_stalled(engine: ServedEngine, timeout_s: float, name: str) -> None:
     """Wait until an engine's processes are stalled, then log why and kill them."""
-    stall = await engine.stalled(timeout_s)
+    end = await engine.stalled(timeout_s)
     log.error(
-        "%s (process %d) is stalled and is killed: %s. It was running: %s.",
-        *(name, engine.pid, stall.reason, engine.running() or "nothing"),
+        "%s (process %d) is killed (%s). It was running: %s.",
+        *(name, engine.pid, end.text, engine.running() or "nothing"),
     )
-    engine.kill(ProcessEnd(f"stalled: {stall.reason}", stall.from_outside))
+    engine.kill(end)
 
 
 async def wait_for_end(engine: ServedEngine, timeout_s: float, name: str) -> str:

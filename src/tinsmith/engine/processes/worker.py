@@ -13,36 +13,26 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import socket
 import threading
 import traceback
 from collections.abc import Callable, Container
 from queue import SimpleQueue
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from tinsmith.engine.interface import Engine
 from tinsmith.engine.processes.dial import connect_to_service
 from tinsmith.engine.processes.heartbeat import Heartbeat, blocks_moved, load_progress, send_heartbeats
 from tinsmith.engine.processes.rpc import Call, Delta, Reply, methods_of
+from tinsmith.engine.processes.tls import TlsSocket
 from tinsmith.errors import EngineError, TinsmithError
 from tinsmith.processes.messages import LENGTH_PREFIX, encode
-
-
-class Connection(Protocol):
-    """A connected socket. One thread may receive while another sends."""
-
-    def makefile(self, mode: Literal["rb"], *, buffering: int) -> Any:
-        """A file that reads from it."""
-        ...
-
-    def sendall(self, data: bytes, /) -> None:
-        """Send all of it."""
-        ...
 
 
 class ParentLink:
     """The child's end of the socket. Exits the process when the parent closes its end or dies."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: socket.socket | TlsSocket) -> None:
         self._connection = connection
         self._file = connection.makefile("rb", buffering=1 << 20)
         self._out: SimpleQueue[tuple[bytes, ...]] = SimpleQueue()

@@ -26,8 +26,8 @@ import httpx
 from tinsmith.engine.base import ModelCard
 from tinsmith.engine.memory_plan import VLLM_ALONE_SHARE
 from tinsmith.engine.process_end import ProcessEnd, process_end
-from tinsmith.engine.processes.child import CHILD_ENVIRONMENT
 from tinsmith.engine.processes.heartbeat import Wait, first_overdue, followers_seconds
+from tinsmith.engine.processes.slots import CHILD_ENVIRONMENT
 from tinsmith.engine.processes.supervisor import start_until_up
 from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError, EngineDied, EngineError, TinsmithError, Unsupported

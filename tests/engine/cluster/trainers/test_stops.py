@@ -12,7 +12,6 @@ import pytest
 from tests.engine.cluster.trainers.test_processes import group_of
 from tests.engine.data import pass_for
 from tinsmith.engine.base import LoraSpec
-from tinsmith.engine.process_end import ProcessEnd
 from tinsmith.errors import EngineDied
 
 pytestmark = pytest.mark.cluster
@@ -26,8 +25,7 @@ def test_stopped_rank_counts_as_stalled(tiny_llama: Path):
                 await asyncio.wait_for(group.stalled(2), 4)
             os.kill(group.pids[1], signal.SIGSTOP)
             running = asyncio.create_task(group.run([pass_for("ppo", "a", lengths=(30, 30))]))
-            stall = await asyncio.wait_for(group.stalled(2), 10)
-            group.kill(ProcessEnd(stall.reason, stall.from_outside))
+            group.kill(await asyncio.wait_for(group.stalled(2), 10))
             with pytest.raises(EngineDied, match="no heartbeat"):
                 await running
             await asyncio.wait_for(group.died.wait(), 10)

@@ -27,7 +27,6 @@ from tinsmith.engine.processes.heartbeat import (
     SILENCE_SHARE,
     Heartbeat,
     HeartbeatMonitor,
-    Stall,
 )
 from tinsmith.engine.processes.rpc import Method
 from tinsmith.engine.processes.slots import Program, Slot, free_port
@@ -93,7 +92,7 @@ class GroupEngine(ServedEngine):
         return self._ranks[0].running()
 
     @override
-    async def stalled(self, timeout_s: float) -> Stall:
+    async def stalled(self, timeout_s: float) -> ProcessEnd:
         """Wait until a rank sends no heartbeats, or none makes progress for `timeout_s` while calls run."""
         silence_s = min(SILENCE_S, SILENCE_SHARE * timeout_s)
         watches = [
