@@ -8,8 +8,10 @@ A package lists them in its pyproject.toml (docs/code/packages.md):
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
@@ -26,7 +28,7 @@ def load(group: str, kind: type[T]) -> Mapping[str, T]:
     Raises ConfigError for an object that cannot be imported or is no `kind`, and for a name that two packages have.
     """
     points: dict[str, metadata.EntryPoint] = {}
-    for point in sorted(_points(group), key=lambda point: (_package(point) == OWN, point.name)):
+    for point in sorted(_points(group, tuple(sys.path)), key=lambda point: (_package(point) == OWN, point.name)):
         if (other := points.get(point.name)) and (other.value, _package(other)) != (point.value, _package(point)):
             raise ConfigError(
                 f"{_package(other)} and {_package(point)} both have an entry point {point.name} of {group}.",
@@ -36,9 +38,10 @@ def load(group: str, kind: type[T]) -> Mapping[str, T]:
     return {name: _loaded(point, kind) for name, point in points.items()}
 
 
-def _points(group: str) -> list[metadata.EntryPoint]:
-    """The entry points of a group. Of Tinsmith's source tree, which may be newer than its installation or not be
-    installed at all, those of its pyproject.toml."""
+@lru_cache(maxsize=8)
+def _points(group: str, _path: tuple[str, ...]) -> list[metadata.EntryPoint]:
+    """The entry points of a group in the packages of this path. Of Tinsmith's source tree, which may be newer than its
+    installation or not be installed at all, those of its pyproject.toml."""
     installed = list(metadata.entry_points(group=group))
     file = Path(__file__).parents[2] / "pyproject.toml"
     project = tomllib.loads(file.read_text()).get("project", {}) if file.is_file() else {}

@@ -15,6 +15,7 @@ Example:
 
 from __future__ import annotations
 
+import copy
 import re
 import tempfile
 import tomllib
@@ -23,6 +24,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -210,6 +212,8 @@ def resolve_interpolations(
 
     Raises ConfigError at `place`, or at the command line for a reference in the value of an overridden key.
     """
+    if _has_no_references(values):  # which OmegaConf would take tens of milliseconds to find out
+        return copy.deepcopy(dict(values))
     try:
         tree = OmegaConf.create(dict(values))
         merged = OmegaConf.merge(OmegaConf.create(dict(defaults)), tree) if defaults else tree
@@ -222,6 +226,18 @@ def resolve_interpolations(
             "Set the variable or give a default: ${oc.env:NAME,default}; write \\${ for these two characters.",
         ) from error
     return _restrict(resolved, values) if defaults else resolved
+
+
+def _has_no_references(values: Any) -> bool:
+    """Whether values are plain ones without `${…}`."""
+    match values:
+        case str():
+            return "${" not in values
+        case dict():
+            return all(isinstance(key, str) and _has_no_references(value) for key, value in values.items())
+        case list():
+            return all(map(_has_no_references, values))
+    return values is None or isinstance(values, bool | int | float)
 
 
 def _restrict(values: Any, shape: Any) -> Any:
@@ -418,13 +434,18 @@ def _walk(kind: type[BaseModel], path: Sequence[str]) -> tuple[list[str], list[t
     return parts, models
 
 
-def paths(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
+@cache
+def paths(kind: type[BaseModel]) -> tuple[str, ...]:
     """Every dotted key of a settings class, sections included; the first entry of a list, and NAME for any name."""
+    return tuple(_paths(kind))
+
+
+def _paths(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in kind.model_fields.items():
         yield prefix + name
         entry = _entry_of(field.annotation)
         for model in _models_under(kind, name):
-            yield from paths(model, f"{prefix}{name}{entry}.")
+            yield from _paths(model, f"{prefix}{name}{entry}.")
 
 
 def _entry_of(annotation: Any) -> str:

@@ -123,8 +123,9 @@ def test_faulty_entry_points_name_their_package(
         dialects()
 
 
-def test_source_tree_needs_no_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_tree_needs_no_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = [dialect.name for dialect in dialects()]
+    monkeypatch.syspath_prepend(tmp_path)  # another path, so that packages are looked for again
     monkeypatch.setattr(entry_points.metadata, "entry_points", lambda group: ())
     assert [dialect.name for dialect in dialects()] == installed
 
