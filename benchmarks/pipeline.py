@@ -23,10 +23,10 @@ from typing_extensions import override
 
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import Update, UpdateResult
 from tinsmith.rl.policy.sampling import Sample, SampleRequest, SampleResult, Snapshot
-from tinsmith.rl.policy.scripted import ScriptedPolicy
+from tinsmith.rl.policy.trainer import Update, UpdateResult
 from tinsmith.rl.run.loop import train
+from tinsmith.testing import ScriptedPolicy
 
 STEPS, GROUPS = 8, 8
 WAYS: Mapping[str, dict[str, Any]] = {

@@ -22,7 +22,7 @@ from benchmarks.servers import KEY, MODEL, tinsmith
 from tinsmith.rl import demo
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.sampling import Sample, SampleRequest, SampleResult
-from tinsmith.rl.policy.tinker import TinkerPolicy
+from tinsmith.rl.policy.tinker import TinkerTrainer
 from tinsmith.rl.record.monitors.jsonl import read_metrics
 from tinsmith.rl.run.loop import train
 
@@ -84,7 +84,7 @@ async def _run(config: RunConfig, url: str) -> list[tuple[float, float]]:
     return shares
 
 
-class Watched(TinkerPolicy):
+class Watched(TinkerTrainer):
     """A policy whose sampling and training are timed, created by `connect`."""
 
     shares: list[tuple[float, float]]

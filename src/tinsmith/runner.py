@@ -26,7 +26,7 @@ from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.guards import event_loop
 from tinsmith.rl.policy.sdk import capabilities
 from tinsmith.rl.policy.server_watch import ServerWatch
-from tinsmith.rl.policy.tinker import TinkerPolicy
+from tinsmith.rl.policy.tinker import TinkerTrainer
 from tinsmith.rl.record.layout import Layout
 from tinsmith.rl.run import open as opening
 from tinsmith.rl.run.parts import Connect, folder_path, with_fresh_folder
@@ -149,12 +149,12 @@ def connecting_to(
     addresses: list[tuple[str, str]] = []
 
     def connecting(stage: RunConfig) -> Connect:
-        async def connect(state: str, version: int) -> TinkerPolicy:
+        async def connect(state: str, version: int) -> TinkerTrainer:
             with waiting(console, _awaited(settings, stage.model.name)):
                 if not addresses:
                     addresses.append(await asyncio.to_thread(stack.enter_context, server(settings)))
                 base_url, api_key = addresses[0]
-                return await TinkerPolicy.connect(
+                return await TinkerTrainer.connect(
                     stage.model, base_url, api_key, seed=stage.seed, state=state, version=version, watch=watch
                 )
 

@@ -6,8 +6,8 @@ import re
 
 from tests.docs.test_pages import ROOT
 from tests.rl.scripted_run import rows, run, settings
-from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.service.observability.metrics import Telemetry
+from tinsmith.testing import ScriptedPolicy
 
 PAGE = (ROOT / "docs" / "reference" / "metrics.md").read_text()
 

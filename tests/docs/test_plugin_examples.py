@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.rl.scripted_run import rows, run, settings
-from tinsmith.rl.policy.scripted import ScriptedPolicy
+from tinsmith.testing import ScriptedPolicy
 
 TRAIN = Path(__file__).parents[2] / "docs" / "train"
 PAGE = "".join((TRAIN / name).read_text() for name in ("rewards.md", "environments.md"))
@@ -58,9 +58,9 @@ def play(config):
     import numpy as np
 
     from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
-    from tinsmith.rl.policy.scripted import ScriptedSnapshot
     from tinsmith.rl.rewards import Rewards
     from tinsmith.rl.workflows.base import WorkflowContext
+    from tinsmith.testing import ScriptedSnapshot
 
     async def main():
         agent_endpoint = AgentEndpoint()

@@ -21,15 +21,14 @@ from rich.console import Console
 from typing_extensions import override
 
 from tests.rl.scripted_run import settings
-from tests.rl.virtual_clock import run_virtually
 from tinsmith.dialects import read_run
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.explore import explore
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import Update, UpdateResult
 from tinsmith.rl.policy.sampling import Sample, SampleRequest, SampleResult
-from tinsmith.rl.policy.scripted import ScriptedPolicy
+from tinsmith.rl.policy.trainer import Update, UpdateResult
 from tinsmith.rl.stages import run_stages
+from tinsmith.testing import ScriptedPolicy, run_virtually
 
 REPLIES = ("no", "yes", "perhaps", "1, 2, 3, 4, 5", "FINAL ANSWER: 7\nCONFIDENCE: 0.2", "it is \\boxed{4}")
 UPDATE_SECONDS = 2.0

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.run.loop import train
+from tinsmith.testing import ScriptedPolicy
 
 REPLIES = ("no", "yes", "perhaps")
 

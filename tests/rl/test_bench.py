@@ -16,9 +16,9 @@ from tinsmith.chat.strict_json import parse_json
 from tinsmith.errors import ConfigError
 from tinsmith.rl.bench import bench
 from tinsmith.rl.evaluate import Evaluator
-from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.run.parts import with_fresh_folder
 from tinsmith.rl.run.state import read_state
+from tinsmith.testing import ScriptedPolicy
 
 
 class PathPolicy(ScriptedPolicy):

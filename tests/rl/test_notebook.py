@@ -15,7 +15,6 @@ from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 
 import tinsmith
-from tests.rl.virtual_clock import run_virtually
 from tests.test_public_api import RUN_FILE
 from tinsmith.errors import UserError
 from tinsmith.rl.guards import event_loop
@@ -23,6 +22,7 @@ from tinsmith.rl.guards.user_code import Interrupted
 from tinsmith.rl.guards.watchdog import watch_event_loop
 from tinsmith.rllm import AgentConfig, evaluator, rollout
 from tinsmith.rllm import Task as FlowTask
+from tinsmith.testing import run_virtually
 
 pytestmark = pytest.mark.e2e
 

@@ -60,7 +60,7 @@ def sample(settings: RunConfig, console: Console) -> None:
     from tinsmith.rl.explore import explore
     from tinsmith.rl.guards import event_loop
     from tinsmith.rl.policy.server_watch import ServerWatch
-    from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients
+    from tinsmith.rl.policy.tinker_models import TinkerModels
     from tinsmith.rl.run.parts import folder_path, with_fresh_folder
     from tinsmith.runner import server, stop_signal
     from tinsmith.terminal import waiting
@@ -69,10 +69,10 @@ def sample(settings: RunConfig, console: Console) -> None:
     with ExitStack() as stack, stop.at_signals():
         watch = ServerWatch(settings.model.wait)
 
-        async def connect() -> TinkerSamplingClients:
+        async def connect() -> TinkerModels:
             with waiting(console, f"Connecting to {escape(settings.model.name)}"):
                 base_url, api_key = await asyncio.to_thread(stack.enter_context, server(settings))
-                return await TinkerSamplingClients.connect(settings.model, base_url, api_key, watch)
+                return await TinkerModels.connect(settings.model, base_url, api_key, watch)
 
         async def watched(work: Coroutine[Any, Any, T]) -> T:
             async with watch.watching():

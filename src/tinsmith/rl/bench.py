@@ -23,7 +23,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.ending.stop import StopRequested, StopSignal
 from tinsmith.rl.evaluate import Evaluator
-from tinsmith.rl.policy.base import SamplingClients
+from tinsmith.rl.policy.models import Models
 from tinsmith.rl.policy.request_limit import RequestLimit
 from tinsmith.rl.record import comparison
 from tinsmith.rl.record.layout import BENCH
@@ -32,13 +32,13 @@ from tinsmith.rl.record.monitors.jsonl import JsonlMonitor
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.run.folder import RunFolder
-from tinsmith.rl.run.parts import RunData, eval_workflow_maker, folder_path, taking_images_of
+from tinsmith.rl.run.parts import RunData, check_images, eval_workflow_maker, folder_path
 from tinsmith.rl.run.state import read_state
 
 
 async def bench(
     config: RunConfig,
-    connect: Callable[[], Awaitable[SamplingClients]],
+    connect: Callable[[], Awaitable[Models]],
     console: Console,
     of: Path | None = None,
     stop: StopSignal | None = None,
@@ -68,16 +68,14 @@ async def bench(
         resources = RolloutResources()
         runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
         evaluator = Evaluator(config.eval, data.tasks[1], eval_workflow_maker(config, resources), config.seed, runner)
-        clients = await taking_images_of(data, await connect())
-        jsonl = JsonlMonitor(
-            RunInfo(name=config.name, folder=layout.path, steps=len(names), decode=clients.chat.decode)
-        )
-        clients.on_outage(runner.requests.suspend)
+        await check_images(data, models := await connect())
+        jsonl = JsonlMonitor(RunInfo(name=config.name, folder=layout.path, steps=len(names), decode=models.chat.decode))
+        models.on_outage(runner.requests.suspend)
         stop.begin("the comparison stops after this model")
         try:
             for number, name in enumerate(names, 1):
                 with console.status(f"{number} of {len(names)}: {name}"):
-                    model = await clients.open_model(name)
+                    model = await models.open_model(name)
                     groups, values = await stop.finish(partial(evaluator.run, 0, model))
                 jsonl.rollouts(number, "eval", groups)
                 rows.append({"checkpoint": name, **values})
@@ -91,7 +89,7 @@ async def bench(
         finally:
             jsonl.close()
             await resources.close()
-            await clients.close()
+            await models.close()
     if rows:
         _print(console, rows, compared)
     return rows

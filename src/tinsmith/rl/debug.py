@@ -63,7 +63,7 @@ async def debug_rollout(config: RunConfig, connect: Connect) -> DebugRollout:
         done = time.perf_counter()
     finally:
         await resources.close()
-        await policy.close()
+        await policy.models.close()
     seconds = {"tasks": drawn - start, "connect": connected - drawn, "rollout": done - connected}
     return DebugRollout(group=group, chat=snapshot.chat, seconds=seconds)
 

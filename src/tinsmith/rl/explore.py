@@ -16,7 +16,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.ending.stop import StopRequested, StopSignal
 from tinsmith.rl.guards.watchdog import watch_event_loop
-from tinsmith.rl.policy.base import SamplingClients
+from tinsmith.rl.policy.models import Models
 from tinsmith.rl.policy.request_limit import RequestLimit, TokenRates
 from tinsmith.rl.record import monitors
 from tinsmith.rl.record.layout import Layout, explore_part
@@ -35,17 +35,17 @@ from tinsmith.rl.run.agreement import agree
 from tinsmith.rl.run.folder import RunFolder
 from tinsmith.rl.run.parts import (
     RunData,
+    check_images,
     folder_path,
     resolve_steps,
     sampling_plan,
-    taking_images_of,
     training_workflow,
 )
 
 
 async def explore(
     config: RunConfig,
-    connect: Callable[[], Awaitable[SamplingClients]],
+    connect: Callable[[], Awaitable[Models]],
     console: Console,
     stop: StopSignal | None = None,
 ) -> int:
@@ -73,26 +73,26 @@ async def explore(
         random.seed(config.seed)
         np.random.seed(config.seed % 2**32)
         monitors.announce(config.monitors, path / part, console)
-        clients = await taking_images_of(data, await connect())
+        await check_images(data, models := await connect())
         info = RunInfo(
             name=f"{config.name} {part}",
             folder=path / part,
             steps=config.steps,
             settings=config.model_dump(mode="json"),
-            decode=clients.chat.decode,
+            decode=models.chat.decode,
         )
         run_monitors = monitors.build(config.monitors, info, console)
         resources = RolloutResources()
         try:
             notes = CoordinationNotes(buffer, config.sampler)
             draws = SharedDraws(buffer, data.tasks[0], config.sampler, config.groups_per_step, config.seed)
-            exploration = _Exploration(config, buffer, notes, draws, clients, run_monitors, resources)
+            exploration = _Exploration(config, buffer, notes, draws, models, run_monitors, resources)
             with watch_event_loop(config.rollout.max_blocking):
                 return await exploration.run(console, stop)
         finally:
             await resources.close()
             run_monitors.close()
-            await clients.close()
+            await models.close()
             await buffer.close()
     finally:
         folder.close()
@@ -107,7 +107,7 @@ class _Exploration:
         buffer: Buffer,
         notes: CoordinationNotes,
         draws: SharedDraws,
-        clients: SamplingClients,
+        models: Models,
         run_monitors: Monitors,
         resources: RolloutResources,
     ) -> None:
@@ -115,12 +115,12 @@ class _Exploration:
         self._notes, self._draws = notes, draws
         self._status = SamplerStatus()
         runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
-        clients.on_outage(runner.requests.suspend)
+        models.on_outage(runner.requests.suspend)
         self._rates = TokenRates(runner.requests)
         self._loop = SamplingLoop(
             training_workflow(config, resources),
             draws,
-            lambda record: clients.open_checkpoint(record.path, record.version),
+            lambda record: models.open_checkpoint(record.path, record.version),
             sampling_plan(config, GroupFilters(config.filters)),
             runner,
             buffer,

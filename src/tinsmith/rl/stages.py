@@ -19,7 +19,8 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.bench import bench
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.ending.stop import StopSignal
-from tinsmith.rl.policy.base import Policy
+from tinsmith.rl.policy.models import Models
+from tinsmith.rl.policy.trainer import Trainer
 from tinsmith.rl.record import monitors
 from tinsmith.rl.record.layout import Layout
 from tinsmith.rl.run.folder import RunFolder
@@ -73,7 +74,7 @@ async def _run_each(
         connect = connecting(stage_config)
         if stage_config.mode == "bench":
             of = folder_path(trained[0]) if trained else None
-            await bench(stage_config, partial(connect, "", 0), console, of, stop if trained else None)
+            await bench(stage_config, partial(_connect_models, connect), console, of, stop if trained else None)
             if trained and stop.stopped_at:
                 return trained
             final_states[stage.name] = previous
@@ -89,10 +90,14 @@ async def _run_each(
     return trained
 
 
+async def _connect_models(connect: Connect) -> Models:
+    return (await connect("", 0)).models
+
+
 def _connect_with_state(connect: Connect, previous: str) -> Connect:
     """A Connect that starts from the weights and optimizer state at the path `previous`."""
 
-    async def connect_stage(state: str, version: int) -> Policy:
+    async def connect_stage(state: str, version: int) -> Trainer:
         return await connect(state or previous, version)
 
     return connect_stage

@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from tinsmith.integrations.rllm.engines.base import SnapshotEngine
 from tinsmith.rl.policy.sampling import SamplingConfig
-from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rllm import (
     Action,
     AgentWorkflowEngine,
@@ -23,6 +22,7 @@ from tinsmith.rllm import (
     Trajectory,
     Workflow,
 )
+from tinsmith.testing import ScriptedSnapshot
 
 TASK = {"question": "yes or no?", "right": "yes"}
 

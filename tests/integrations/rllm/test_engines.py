@@ -15,9 +15,9 @@ import tinsmith
 from tests.integrations.rllm.flows import engine
 from tinsmith.errors import TinsmithError, Unsupported, UserError
 from tinsmith.integrations.rllm.engines.base import model_output, split_reasoning
-from tinsmith.rl.policy.scripted import END
 from tinsmith.rl.types import Image, PlacedImage, Turn
 from tinsmith.rllm import OpenAIEngine, Step, TerminationEvent, TerminationReason, TinkerEngine
+from tinsmith.testing import END
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

@@ -13,7 +13,6 @@ from tinsmith.errors import UserError
 from tinsmith.integrations.rllm.flows.records import output_of
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.sampling import SamplingConfig
-from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.policy.training_rows import rows_from_trajectory
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rewards.format import Format
@@ -32,6 +31,7 @@ from tinsmith.rllm import (
     evaluator,
     rollout,
 )
+from tinsmith.testing import ScriptedSnapshot
 
 ROW = {"question": "yes or no?", "right": "yes"}
 TASK = RunTask(id="t/0", messages=(Message(role="user", content=ROW["question"]),), extra={"row": ROW})

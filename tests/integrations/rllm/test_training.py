@@ -15,7 +15,6 @@ from tests.integrations.rllm.flows import FunctionFlow, GuessAgent, GuessEnv, Tw
 from tinsmith.integrations.rllm.rollouts import rollout_of, task_row, wrapped_row
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.sampling import SamplingConfig
-from tinsmith.rl.policy.scripted import END, ScriptedSnapshot
 from tinsmith.rl.policy.training_rows import rows_from_trajectory
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rewards.format import Format
@@ -34,6 +33,7 @@ from tinsmith.rllm import (
     Trajectory,
     Workflow,
 )
+from tinsmith.testing import END, ScriptedSnapshot
 
 FLOWS = "tests.integrations.rllm.flows"
 ROW = {"question": "yes or no?", "right": "yes"}

@@ -17,8 +17,8 @@ from tests.integrations.trinity.files import TINKER, VERL, with_key
 from tinsmith.dialects import read_run
 from tinsmith.integrations.trinity.files.name_tables import ALGORITHMS
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.policy.base import Policy
-from tinsmith.rl.policy.tinker import TinkerPolicy
+from tinsmith.rl.policy.tinker import TinkerTrainer
+from tinsmith.rl.policy.trainer import Trainer
 from tinsmith.rl.run.parts import Connect
 from tinsmith.rl.stages import run_stages
 
@@ -68,9 +68,9 @@ def changed(file: Path, name: str) -> str:
 
 def connecting(server: Server):
     def for_stage(config: RunConfig) -> Connect:
-        async def connect(state: str, version: int) -> Policy:
+        async def connect(state: str, version: int) -> Trainer:
             url, key = server
-            return await TinkerPolicy.connect(config.model, url, key, seed=config.seed, state=state, version=version)
+            return await TinkerTrainer.connect(config.model, url, key, seed=config.seed, state=state, version=version)
 
         return connect
 

@@ -18,7 +18,7 @@ from tinsmith.dialects import read_run
 from tinsmith.rl.bench import bench
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.explore import explore
-from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients
+from tinsmith.rl.policy.tinker_models import TinkerModels
 from tinsmith.rl.run.loop import train
 
 pytestmark = pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")  # raised when the SDK deletes a session
@@ -71,8 +71,8 @@ def quiet() -> Console:
 
 
 def sampling_clients(config: RunConfig, server: Server):
-    async def connect() -> TinkerSamplingClients:
-        return await TinkerSamplingClients.connect(config.model, *server)
+    async def connect() -> TinkerModels:
+        return await TinkerModels.connect(config.model, *server)
 
     return connect
 

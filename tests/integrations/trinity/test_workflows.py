@@ -21,10 +21,10 @@ from tinsmith.integrations.trinity.files.prompts import THINK_BOXED
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.sampling import SamplingConfig
-from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.types import Task
 from tinsmith.rl.workflows.base import WorkflowContext
+from tinsmith.testing import ScriptedPolicy
 
 WORKFLOW, TASKSET = "buffer.explorer_input.default_workflow_type", "buffer.explorer_input.taskset"
 REWARD = "buffer.explorer_input.default_reward_fn_type"

@@ -15,7 +15,7 @@ from tests.vision import IMAGE, save_vision_model
 from tinsmith import read_metrics
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.policy.tinker import TinkerPolicy
+from tinsmith.rl.policy.tinker import TinkerTrainer
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
@@ -61,8 +61,8 @@ def test_images_of_prompts_and_turns_are_trained(served: tuple[str, str], tmp_pa
     """The second prompt extends the first one and its reply, with the tokens of one image more."""
     config = squares(tmp_path / "run", answer="")
 
-    async def connect(state: str, version: int) -> TinkerPolicy:
-        return await TinkerPolicy.connect(config.model, *served, seed=1, state=state, version=version)
+    async def connect(state: str, version: int) -> TinkerTrainer:
+        return await TinkerTrainer.connect(config.model, *served, seed=1, state=state, version=version)
 
     run(config, connect)
     steps = [row for row in read_metrics(tmp_path / "run") if "reward/mean" in row]

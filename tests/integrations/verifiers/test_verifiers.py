@@ -15,11 +15,11 @@ from tinsmith.integrations.verifiers import VerifiersEnvironment
 from tinsmith.rl.environments.mixture import mixture_workflow, split_environments
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.sampling import SamplingConfig
-from tinsmith.rl.policy.scripted import END
 from tinsmith.rl.policy.training_rows import rows_from_trajectory
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.types import Rollout, Task
 from tinsmith.rl.workflows.base import WorkflowContext
+from tinsmith.testing import END
 
 vf = pytest.importorskip("verifiers.v1")
 

@@ -13,7 +13,7 @@ from tests.rl.algorithms.helpers import columns, run
 from tests.rl.algorithms.test_loss_dispatch import OURS, config, grads, groups, logprobs_near
 from tinsmith.rl.algorithms import loss_dispatch
 from tinsmith.rl.algorithms.algorithm import Algorithm
-from tinsmith.rl.policy.base import Update
+from tinsmith.rl.policy.trainer import Update
 from tinsmith.rl.policy.training_rows import TrainingRow
 
 BOUNDING = ["importance_sampling", "ppo", "cispo", "gspo"]

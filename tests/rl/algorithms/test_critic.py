@@ -15,8 +15,8 @@ from tests.rl.scripted_run import rows as metric_rows
 from tests.rl.scripted_run import run, settings
 from tinsmith.rl.algorithms.critic import Bins, Critic, CriticConfig, value_metrics
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.scripted import ScriptedAuxiliaryAdapter
 from tinsmith.rl.policy.training_rows import TrainingRow
+from tinsmith.testing import ScriptedAuxiliaryAdapter
 
 
 def sample(text: str, returns: float, values: float = 0.0) -> TrainingRow:

@@ -17,7 +17,7 @@ from tinsmith.rl.algorithms import loss_dispatch
 from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.algorithms.config import DATA_ONLY, NAMES, AlgorithmConfig
 from tinsmith.rl.algorithms.losses import LossConfig
-from tinsmith.rl.policy.base import UpdateResult
+from tinsmith.rl.policy.trainer import UpdateResult
 from tinsmith.rl.policy.training_rows import TrainingRow, rows_from_trajectory
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 

@@ -18,10 +18,10 @@ from tests.rl.algorithms.helpers import run
 from tests.rl.scripted_run import rows
 from tinsmith.rl.algorithms.config import NAMES, AlgorithmConfig
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.policy.base import Policy
 from tinsmith.rl.policy.sampling import SamplingConfig
-from tinsmith.rl.policy.tinker import TinkerPolicy
-from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients
+from tinsmith.rl.policy.tinker import TinkerTrainer
+from tinsmith.rl.policy.tinker_models import TinkerModels
+from tinsmith.rl.policy.trainer import Trainer
 from tinsmith.rl.run.loop import train
 from tinsmith.rl.types import Rollout, Task
 from tinsmith.rl.workflows.conversation import Conversation
@@ -90,13 +90,13 @@ def settings(name: str, data: Path, folder: Path) -> RunConfig:
 def trained(config: RunConfig, address: tuple[str, str]) -> tuple[str, float]:
     """The console output of a run, and the largest change of a logprob."""
 
-    async def connect(state: str, version: int) -> Policy:
-        return await TinkerPolicy.connect(config.model, *address, seed=1, state=state, version=version)
+    async def connect(state: str, version: int) -> Trainer:
+        return await TinkerTrainer.connect(config.model, *address, seed=1, state=state, version=version)
 
     async def work() -> tuple[str, float]:
         said = io.StringIO()
         state = await train(config, connect, Console(file=said, width=200))
-        peers = await TinkerSamplingClients.connect(config.model, *address)
+        peers = await TinkerModels.connect(config.model, *address)
         base, after = [
             await (await peers.open_model(name)).logprobs(range(50)) for name in ("tiny", state.sampling_path)
         ]

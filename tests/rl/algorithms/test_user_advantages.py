@@ -16,9 +16,9 @@ from tinsmith.rl.algorithms.advantages.user_code import CustomAdvantage, Precomp
 from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.policy.sampling import SamplingConfig
-from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.types import Group, Rollout, Task, Trajectory
 from tinsmith.rl.workflows.conversation import Conversation
+from tinsmith.testing import ScriptedSnapshot
 
 
 def centered(rewards, scale=1.0):

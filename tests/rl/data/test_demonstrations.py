@@ -13,8 +13,8 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.data.demonstrations import Demonstrations, DemonstrationsConfig
 from tinsmith.rl.data.row_sources import Jsonl
 from tinsmith.rl.data.sources import Addition
-from tinsmith.rl.policy.scripted import END, CharacterCodec
 from tinsmith.rl.types import Message, Task
+from tinsmith.testing import END, CharacterCodec
 
 
 def demonstrations(pairs: bool = False, held_out=(), **config) -> Demonstrations:

@@ -16,9 +16,9 @@ from rich.console import Console
 from tests.rl.scripted_run import REPLIES, rows, run, settings
 from tinsmith.rl.ending.duration import seconds_of
 from tinsmith.rl.ending.stop import Interrupted, StopRequested, StopSignal, WorkCancelled
-from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.run.loop import train
 from tinsmith.rl.stages import run_stages
+from tinsmith.testing import ScriptedPolicy
 
 ALWAYS = {"advantage": {"std_threshold": None}, "kl": {"type": "k2", "coef": 1e-9}}
 """An algorithm that updates in every step, also without differences of reward."""

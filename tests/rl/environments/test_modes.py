@@ -16,10 +16,10 @@ from tests.rl.scripted_run import REPLIES, Killed, breaking, rows, run, scripted
 from tests.rl.test_bench import compared
 from tests.rl.test_debug import shown
 from tinsmith.rl.explore import explore
-from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.rollouts import coordination
 from tinsmith.rl.run.loop import train
 from tinsmith.rl.run.state import read_state
+from tinsmith.testing import ScriptedPolicy
 
 ENVIRONMENTS = [checking("yes", weight=0.6), checking("no", weight=0.4), checking("perhaps", weight=0)]
 SAID = {"type": "rows", "data": [{"question": f"{number}?", "answer": "yes"} for number in range(30)]}

@@ -16,11 +16,11 @@ from tests.rl.scripted_run import REPLIES, Killed, rows, run, scripted, settings
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.explore import explore
-from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.rollouts import coordination
 from tinsmith.rl.rollouts.buffers.file import FileBuffer
 from tinsmith.rl.rollouts.task_draws import SharedDraws
 from tinsmith.rl.run.loop import train
+from tinsmith.testing import ScriptedPolicy
 
 
 @pytest.fixture(autouse=True)

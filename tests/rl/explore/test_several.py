@@ -19,11 +19,11 @@ import pytest
 from tests.rl.explore.test_explore import assert_equal_runs, quiet, refused
 from tests.rl.scripted_run import REPLIES, Killed, run, scripted, settings
 from tinsmith.rl.explore import explore
-from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.rollouts import coordination
 from tinsmith.rl.rollouts.buffers.sql import SqlBuffer
 from tinsmith.rl.rollouts.task_draws import SharedDraws, read_tasks
 from tinsmith.rl.run.loop import train
+from tinsmith.testing import ScriptedPolicy
 
 ROWS = [{"question": f"What is {number}?", "answer": "0"} for number in range(12)]
 TASKS = {"train": {"type": "rows", "data": ROWS}, "held_out": 0}

@@ -15,11 +15,11 @@ from tests.rl.scripted_run import rows, run, settings
 from tests.rl.workflows.test_workflows import YES, policy
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint, AgentSession
 from tinsmith.rl.policy.sampling import SamplingConfig
-from tinsmith.rl.policy.scripted import END, CharacterCodec
 from tinsmith.rl.policy.training_rows import rows_from_trajectory
 from tinsmith.rl.types import Message, Rollout, Task, Trajectory
 from tinsmith.rl.workflows.agent import AgentConfig
 from tinsmith.rl.workflows.base import WorkflowContext
+from tinsmith.testing import END, CharacterCodec
 
 USER = {"role": "user", "content": "2 + 3?"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]

@@ -20,7 +20,7 @@ from tests.service.support.any_json import ANY_JSON, DEEP, Raw, changed, encode
 from tinsmith.errors import BadRequest
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint, AgentSession
 from tinsmith.rl.policy.sampling import SamplingConfig
-from tinsmith.rl.policy.scripted import ScriptedSnapshot
+from tinsmith.testing import ScriptedSnapshot
 
 pytestmark = pytest.mark.e2e
 

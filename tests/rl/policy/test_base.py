@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import ModelConfig
+from tinsmith.rl.policy.models import ModelConfig
 from tinsmith.rl.policy.sampling import SamplingConfig, request_seed
 
 

@@ -21,14 +21,14 @@ from tinsmith import read_metrics
 from tinsmith.cli.check import check
 from tinsmith.errors import ConfigError, Unsupported, UserError
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import ModelConfig, Update
 from tinsmith.rl.policy.chat import Chat
 from tinsmith.rl.policy.chat_session import AgentChatRequest, ChatSession
 from tinsmith.rl.policy.images import ImageEncoder
+from tinsmith.rl.policy.models import ModelConfig
 from tinsmith.rl.policy.sampling import SamplingConfig
-from tinsmith.rl.policy.scripted import CharacterCodec
 from tinsmith.rl.policy.sdk import capabilities
-from tinsmith.rl.policy.tinker import TinkerPolicy
+from tinsmith.rl.policy.tinker import TinkerTrainer
+from tinsmith.rl.policy.trainer import Update
 from tinsmith.rl.policy.training_rows import merge_identical_rows, rows_from_trajectory
 from tinsmith.rl.run.open import target_logprobs
 from tinsmith.rl.run.parts import image_field
@@ -37,6 +37,7 @@ from tinsmith.rl.workflows.conversation import Conversation
 from tinsmith.runner import takes_images
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
+from tinsmith.testing import CharacterCodec
 
 A, B, LIKE_A = (Image.of(file) for file in (picture(0), picture(1, 64, 48), picture(2)))
 SAMPLING = SamplingConfig(max_tokens=5, stop=())
@@ -209,7 +210,7 @@ def test_trainer_sees_the_images_that_the_sampler_saw(served: tuple[str, str]) -
 
     async def main() -> Any:
         assert (await capabilities(*served)).images == {"vl": True}
-        policy = await TinkerPolicy.connect(ModelConfig(name="vl", rank=4), *served, seed=1)
+        policy = await TinkerTrainer.connect(ModelConfig(name="vl", rank=4), *served, seed=1)
         try:
             snapshot = await policy.snapshot()
             conversation = Conversation(snapshot, SAMPLING, 3)
@@ -218,13 +219,13 @@ def test_trainer_sees_the_images_that_the_sampler_saw(served: tuple[str, str]) -
             (row,) = rows_from_trajectory(conversation.trajectory)
             placed = (replace(row.images[0], image=LIKE_A), *row.images[1:])
             scored = await policy.logprobs([row, replace(row, images=placed)])
-            (reference,) = await target_logprobs(await policy.open_model("vl"), [row])
+            (reference,) = await target_logprobs(await policy.models.open_model("vl"), [row])
             inputs = {"logprobs": row.logprobs, "advantages": row.mask.astype(np.float32)}
             update = Update(rows=(row,), inputs=(inputs,), loss="importance_sampling")
-            result = await policy.update(update, OptimizerConfig(), 1e-2)
+            result = (await policy.train([update], OptimizerConfig(), 1e-2))[0]
             return row, scored, reference, result.logprobs[0]
         finally:
-            await policy.close()
+            await policy.models.close()
 
     row, (trained, other), reference, updated = asyncio.run(main())
     for logprobs in (trained, reference, updated):
@@ -239,7 +240,7 @@ def test_replay_takes_the_experts_of_images(tmp_path: Path) -> None:
     folder = save_vision_model(tmp_path / "model", "qwen3_vl_moe")
 
     async def main(address: tuple[str, str]) -> Any:
-        policy = await TinkerPolicy.connect(ModelConfig(name="vl", rank=4, router_replay="replay"), *address, seed=1)
+        policy = await TinkerTrainer.connect(ModelConfig(name="vl", rank=4, router_replay="replay"), *address, seed=1)
         try:
             conversation = Conversation(await policy.snapshot(), SAMPLING, 3)
             await conversation.say(QUESTION)
@@ -248,7 +249,7 @@ def test_replay_takes_the_experts_of_images(tmp_path: Path) -> None:
             inputs = {"logprobs": row.logprobs, "advantages": row.mask.astype(np.float32)}
             return row, await policy.accumulate(Update(rows=(row,), inputs=(inputs,), loss="importance_sampling"))
         finally:
-            await policy.close()
+            await policy.models.close()
 
     with embedded(ServeConfig(models=(f"vl={folder}",), threads=1, dtype="float32", data=tmp_path / "data")) as address:
         row, result = asyncio.run(main(address))
@@ -273,8 +274,8 @@ def test_runs_train_on_tasks_with_images(served: tuple[str, str], tmp_path: Path
         steps=2,
     )
 
-    async def connect(state: str, version: int) -> TinkerPolicy:
-        return await TinkerPolicy.connect(config.model, *served, seed=1, state=state, version=version)
+    async def connect(state: str, version: int) -> TinkerTrainer:
+        return await TinkerTrainer.connect(config.model, *served, seed=1, state=state, version=version)
 
     run(config, connect)
     metrics = read_metrics(tmp_path / "run")

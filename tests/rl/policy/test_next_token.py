@@ -13,12 +13,12 @@ import tinker
 
 from tests.rl.scripted_run import REPLIES
 from tinsmith.errors import Unsupported
-from tinsmith.rl.policy.base import ModelConfig
+from tinsmith.rl.policy.models import ModelConfig
 from tinsmith.rl.policy.sampling import Snapshot
-from tinsmith.rl.policy.scripted import ScriptedSnapshot
-from tinsmith.rl.policy.tinker import TinkerPolicy
+from tinsmith.rl.policy.tinker import TinkerTrainer
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
+from tinsmith.testing import ScriptedSnapshot
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
@@ -38,7 +38,7 @@ def test_next_token_logprobs_equal_transformers(served, tiny_llama):
     from transformers import AutoModelForCausalLM
 
     async def main():
-        policy = await TinkerPolicy.connect(ModelConfig(name="tiny", rank=4), *served, seed=1)
+        policy = await TinkerTrainer.connect(ModelConfig(name="tiny", rank=4), *served, seed=1)
         snapshot = await policy.snapshot()
         answers = (
             await snapshot.next_logprobs(TOKENS, [3, 500, 3]),
@@ -47,7 +47,7 @@ def test_next_token_logprobs_equal_transformers(served, tiny_llama):
             await snapshot.logprobs(TOKENS),
             await snapshot.logprobs(TOKENS, last=2),
         )
-        await policy.close()
+        await policy.models.close()
         return answers
 
     chosen, (ids, top), (all_ids, everything), logprobs, last = asyncio.run(main())
@@ -75,14 +75,14 @@ def test_fields_that_a_server_leaves_out_are_named(served, monkeypatch, method):
     monkeypatch.setattr(tinker.SamplingClient, "sample", without)
 
     async def main() -> None:
-        policy = await TinkerPolicy.connect(ModelConfig(name="tiny", rank=4), *served, seed=1)
+        policy = await TinkerTrainer.connect(ModelConfig(name="tiny", rank=4), *served, seed=1)
         snapshot = await policy.snapshot()
         try:
             await (
                 snapshot.next_logprobs(TOKENS, [3]) if method == "next_logprobs" else snapshot.top_logprobs(TOKENS, 3)
             )
         finally:
-            await policy.close()
+            await policy.models.close()
 
     with pytest.raises(Unsupported, match=r"accepts (target_prompt|topk_sample)_logprobs and returns none"):
         asyncio.run(main())

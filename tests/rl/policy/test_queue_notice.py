@@ -10,9 +10,9 @@ from functools import partial
 import httpx
 import pytest
 
-from tests.rl.virtual_clock import run_virtually
 from tinsmith.rl.policy.queue_notice import QueueNotice
 from tinsmith.rl.policy.server_watch import ServerWatch
+from tinsmith.testing import run_virtually
 
 WAIT = "after 2 requests of other tenants"
 

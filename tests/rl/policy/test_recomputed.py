@@ -15,8 +15,8 @@ from tests.rl.scripted_run import settings
 from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.policy.sampling import SamplingConfig, recomputing
-from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.types import Group, Rollout, Task, Turn
+from tinsmith.testing import ScriptedSnapshot
 
 LOGITS = np.array([0.4, -0.3, 1.1])
 REWARDS = np.array([0.0, 1.0, 0.25])

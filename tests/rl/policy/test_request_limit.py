@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from tests.rl.scripted_run import REPLIES, rows, run, settings
-from tests.rl.virtual_clock import run_virtually
 from tinsmith.rl.policy import request_limit
 from tinsmith.rl.policy.request_limit import RequestLimit
 from tinsmith.rl.policy.sampling import ModelVersion, SampleRequest, SampleResult, SamplingConfig, Snapshot, recomputing
-from tinsmith.rl.policy.scripted import CharacterCodec, ScriptedPolicy
 from tinsmith.rl.rollouts.runner import RolloutConfig, RolloutRunner
 from tinsmith.rl.types import Rollout, Task, Turn
+from tinsmith.testing import CharacterCodec, ScriptedPolicy, run_virtually
 
 SAMPLING = SamplingConfig()
 

@@ -18,10 +18,11 @@ from tests.architectures import save_tiny
 from tinsmith.errors import ConfigError, Unsupported
 from tinsmith.rl.config.run_config import RunConfig
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import ModelConfig, Update
+from tinsmith.rl.policy.models import ModelConfig
 from tinsmith.rl.policy.router_replay import check_routers
 from tinsmith.rl.policy.sampling import SamplingConfig
-from tinsmith.rl.policy.tinker import TinkerPolicy
+from tinsmith.rl.policy.tinker import TinkerTrainer
+from tinsmith.rl.policy.trainer import Update
 from tinsmith.rl.policy.training_rows import TrainingRow, rows_from_trajectory
 from tinsmith.rl.types import Trajectory, Turn
 from tinsmith.routed_experts import share_that_differs, to_text
@@ -47,20 +48,20 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
         yield address
 
 
-def _with_policy(served: Any, mode: str, use: Callable[[TinkerPolicy], Awaitable[T]]) -> T:
+def _with_policy(served: Any, mode: str, use: Callable[[TinkerTrainer], Awaitable[T]]) -> T:
     config = ModelConfig.model_validate({"name": "tiny", "rank": 2, "router_replay": mode})
 
     async def main() -> T:
-        policy = await TinkerPolicy.connect(config, *served, seed=1)
+        policy = await TinkerTrainer.connect(config, *served, seed=1)
         try:
             return await use(policy)
         finally:
-            await policy.close()
+            await policy.models.close()
 
     return asyncio.run(main())
 
 
-async def _conversation(policy: TinkerPolicy) -> list[Turn]:
+async def _conversation(policy: TinkerTrainer) -> list[Turn]:
     """Two turns, of which the second continues the first."""
     snapshot = await policy.snapshot()
     (first,) = await snapshot.sample(PROMPT, count=1, seed=1, sampling=SAMPLING)
@@ -86,7 +87,7 @@ def _own_experts(folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 @pytest.mark.slow
 def test_rows_carry_the_experts_of_all_turns(served: Any, folder: Path) -> None:
-    async def use(policy: TinkerPolicy) -> Any:
+    async def use(policy: TinkerTrainer) -> Any:
         turns = await _conversation(policy)
         (row,) = rows_from_trajectory(Trajectory(turns=tuple(turns)))
         changed = (row.routed_experts + 1) % 8
@@ -105,7 +106,7 @@ def test_rows_carry_the_experts_of_all_turns(served: Any, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_measuring_leaves_the_routers_free(served: Any) -> None:
-    async def use(policy: TinkerPolicy) -> Any:
+    async def use(policy: TinkerTrainer) -> Any:
         turns = await _conversation(policy)
         (row,) = rows_from_trajectory(Trajectory(turns=tuple(turns)))
         changed = replace(row, routed_experts=(row.routed_experts + 1) % 8)
@@ -160,7 +161,7 @@ def test_replay_is_refused_where_there_is_none(tiny_llama: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_losses_of_the_client_are_not_replayed(served: Any) -> None:
-    async def client_loss(policy: TinkerPolicy) -> None:
+    async def client_loss(policy: TinkerTrainer) -> None:
         (row,) = rows_from_trajectory(Trajectory(turns=tuple((await _conversation(policy))[:1])))
         await policy.train([Update(rows=(row,), client=lambda _: (None, {}))], OptimizerConfig(), 1e-3)
 

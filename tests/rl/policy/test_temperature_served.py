@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import ModelConfig, UpdateResult
+from tinsmith.rl.policy.models import ModelConfig
 from tinsmith.rl.policy.sampling import SamplingConfig, recomputing
-from tinsmith.rl.policy.tinker import TinkerPolicy
+from tinsmith.rl.policy.tinker import TinkerTrainer
+from tinsmith.rl.policy.trainer import UpdateResult
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
@@ -44,14 +45,14 @@ def test_loss_at_temperature_07_equals_the_reference(loss, tiny, tmp_path):
     )
 
     async def work(address: tuple[str, str]) -> tuple[Sequence[Turn], UpdateResult]:
-        policy = await TinkerPolicy.connect(ModelConfig(name="tiny", rank=4), *address, seed=1)
+        policy = await TinkerTrainer.connect(ModelConfig(name="tiny", rank=4), *address, seed=1)
         snapshot = (await policy.snapshot()).around(recomputing(config.recomputes))
         turns = await snapshot.sample(PROMPT, count=3, seed=2, sampling=WARM)
         rollouts = tuple(Rollout.single((turn,), float(at)) for at, turn in enumerate(turns))
-        scorer = Algorithm(config, policy.extensions, {}, 0)
+        scorer = Algorithm(config, policy.models.extensions, {}, 0)
         update = await scorer.score_part(1, [Group(task=Task(id="t", messages=()), rollouts=rollouts)])
-        result = await policy.update(update, OptimizerConfig(), 1e-3)
-        await policy.close()
+        result = (await policy.train([update], OptimizerConfig(), 1e-3))[0]
+        await policy.models.close()
         return turns, result
 
     folder = tiny("llama")

@@ -1,4 +1,4 @@
-"""TinkerPolicy with the real SDK, against a served fake engine."""
+"""TinkerTrainer with the real SDK, against a served fake engine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy import tinker as tinker_policy
-from tinsmith.rl.policy import tinker_sampling
-from tinsmith.rl.policy.base import ModelConfig, Update
+from tinsmith.rl.policy import tinker_models
+from tinsmith.rl.policy.models import ModelConfig
 from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.policy.sdk import Capabilities
-from tinsmith.rl.policy.tinker import TinkerPolicy
-from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients
+from tinsmith.rl.policy.tinker import TinkerTrainer
+from tinsmith.rl.policy.tinker_models import TinkerModels
+from tinsmith.rl.policy.trainer import Update
 from tinsmith.rl.record.update_metrics import update_metrics
 from tinsmith.rl.types import Group, Message, Rollout, Task
 from tinsmith.service.config import ServeConfig
@@ -49,15 +49,15 @@ def served(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield address
 
 
-def with_policy(served, use: Callable[[TinkerPolicy], Awaitable[T]], config: ModelConfig = MODEL, **options) -> T:
+def with_policy(served, use: Callable[[TinkerTrainer], Awaitable[T]], config: ModelConfig = MODEL, **options) -> T:
     """The result of `use` with a connected policy, which is closed after."""
 
     async def main() -> T:
-        policy = await TinkerPolicy.connect(config, *served, **{"seed": 1, **options})
+        policy = await TinkerTrainer.connect(config, *served, **{"seed": 1, **options})
         try:
             return await use(policy)
         finally:
-            await policy.close()
+            await policy.models.close()
 
     return asyncio.run(main())
 
@@ -68,29 +68,29 @@ def group_of(turns) -> Group:
     return Group(task=Task(id="t", messages=PROMPT), rollouts=rollouts)
 
 
-async def train_once(policy: TinkerPolicy, *, seed: int, **algorithm: Any) -> dict[str, float]:
+async def train_once(policy: TinkerTrainer, *, seed: int, **algorithm: Any) -> dict[str, float]:
     """Sample a group of eight, make one update, and return its metrics."""
     turns = await (await policy.snapshot()).sample(PROMPT, count=8, seed=seed, sampling=SAMPLING)
     group = group_of(turns)
     update = await scored(policy, group, **algorithm)
-    return update_metrics([(update, await policy.update(update, OptimizerConfig(), 1e-2))])
+    return update_metrics([(update, (await policy.train([update], OptimizerConfig(), 1e-2))[0])])
 
 
-async def scored(policy: TinkerPolicy, group: Group, **algorithm: Any) -> Update:
+async def scored(policy: TinkerTrainer, group: Group, **algorithm: Any) -> Update:
     """The update of the default algorithm, with changes, for a group; rows without advantage are included."""
     config = AlgorithmConfig.model_validate({"advantage": {"std_threshold": None}, **algorithm})
 
     async def reference(rows):
-        return [await (await policy.open_model("tiny")).logprobs(row.sequence) for row in rows]
+        return [await (await policy.models.open_model("tiny")).logprobs(row.sequence) for row in rows]
 
     columns = {"reference": reference, "entropy": policy.entropies}
-    return await Algorithm(config, policy.extensions, columns, 0).score_part(1, [group])
+    return await Algorithm(config, policy.models.extensions, columns, 0).score_part(1, [group])
 
 
 def test_replies_have_prompt_tokens_logprobs_and_text(served, tiny_llama):
     from transformers import AutoTokenizer
 
-    async def use(policy: TinkerPolicy):
+    async def use(policy: TinkerTrainer):
         return await (await policy.snapshot()).sample(PROMPT, count=3, seed=7, sampling=SAMPLING)
 
     turns = with_policy(served, use)
@@ -105,7 +105,7 @@ def test_replies_have_prompt_tokens_logprobs_and_text(served, tiny_llama):
 
 
 def test_replies_depend_on_the_seed_only(served):
-    async def use(policy: TinkerPolicy):
+    async def use(policy: TinkerTrainer):
         snapshot = await policy.snapshot()
         return [await snapshot.sample(PROMPT, count=4, seed=seed, sampling=SAMPLING) for seed in (1, 1, 2)]
 
@@ -114,14 +114,14 @@ def test_replies_depend_on_the_seed_only(served):
 
 
 def test_prompt_may_be_token_ids(served):
-    async def use(policy: TinkerPolicy):
+    async def use(policy: TinkerTrainer):
         return await (await policy.snapshot()).sample([5, 6, 7], count=1, seed=1, sampling=SAMPLING)
 
     assert with_policy(served, use)[0].prompt == (5, 6, 7)
 
 
 def test_trainer_and_sampler_agree_on_policy_samples(served):
-    async def use(policy: TinkerPolicy):
+    async def use(policy: TinkerTrainer):
         return [await train_once(policy, seed=seed) for seed in range(3)], policy.version
 
     numbers, version = with_policy(served, use)
@@ -133,7 +133,7 @@ def test_trainer_and_sampler_agree_on_policy_samples(served):
 
 
 def test_snapshot_is_unchanged_by_updates(served):
-    async def use(policy: TinkerPolicy):
+    async def use(policy: TinkerTrainer):
         old = await policy.snapshot()
         before = await old.sample(PROMPT, count=2, seed=3, sampling=SAMPLING)
         await train_once(policy, seed=0)
@@ -146,12 +146,12 @@ def test_snapshot_is_unchanged_by_updates(served):
 
 
 def test_saved_weights_and_optimizer_resume_exactly(served):
-    async def whole(policy: TinkerPolicy):
+    async def whole(policy: TinkerTrainer):
         await train_once(policy, seed=0)
         path = await policy.save("half", 3600)
         return path, await train_once(policy, seed=1), await train_once(policy, seed=2)
 
-    async def second(policy: TinkerPolicy):
+    async def second(policy: TinkerTrainer):
         return policy.version, await train_once(policy, seed=1), await train_once(policy, seed=2)
 
     path, *numbers = with_policy(served, whole)
@@ -162,11 +162,11 @@ def test_saved_weights_and_optimizer_resume_exactly(served):
 
 
 def test_load_from_starts_at_saved_weights(served):
-    async def first(policy: TinkerPolicy):
+    async def first(policy: TinkerTrainer):
         await train_once(policy, seed=0)
         return await policy.save("seed-weights", None), await reply(policy)
 
-    async def reply(policy: TinkerPolicy):
+    async def reply(policy: TinkerTrainer):
         turns = await (await policy.snapshot()).sample(PROMPT, count=4, seed=9, sampling=SAMPLING)
         return [turn.tokens for turn in turns]
 
@@ -177,7 +177,7 @@ def test_load_from_starts_at_saved_weights(served):
 def test_weights_saved_for_sampling_open_by_path(served):
     import tinker
 
-    async def use(policy: TinkerPolicy):
+    async def use(policy: TinkerTrainer):
         await train_once(policy, seed=0)
         return await policy.save_for_sampling("sampling-weights")
 
@@ -200,7 +200,7 @@ def test_weights_saved_for_sampling_open_by_path(served):
     ],
 )
 def test_connect_reports_refusals_as_user_errors(served, config, sentence):
-    async def use(policy: TinkerPolicy): ...
+    async def use(policy: TinkerTrainer): ...
 
     with pytest.raises(UserError) as caught:
         with_policy(served, use, config)
@@ -208,7 +208,7 @@ def test_connect_reports_refusals_as_user_errors(served, config, sentence):
 
 
 def test_connect_rejects_wrong_key_and_wrong_address(served):
-    async def use(policy: TinkerPolicy): ...
+    async def use(policy: TinkerTrainer): ...
 
     with pytest.raises(UserError, match=r"rejected the API key .* keeps its own in api-key"):
         with_policy((served[0], "tml-wrong"), use)
@@ -222,22 +222,22 @@ def test_connect_rejects_wrong_key_and_wrong_address(served):
 
 
 def test_refused_update_names_the_loss(served):
-    async def use(policy: TinkerPolicy):
+    async def use(policy: TinkerTrainer):
         turns = await (await policy.snapshot()).sample(PROMPT, count=8, seed=0, sampling=SAMPLING)
         update = await scored(policy, group_of(turns))
         wrong = replace(update, loss="ppo", config={"clip_low": 0.5})
-        return await policy.update(wrong, OptimizerConfig(), 1e-2)
+        return (await policy.train([wrong], OptimizerConfig(), 1e-2))[0]
 
     with pytest.raises(TinsmithError, match=r"training with the loss ppo.*clip_low"):
         with_policy(served, use)
 
 
 def test_update_returns_logprobs_in_row_order(served):
-    async def use(policy: TinkerPolicy):
+    async def use(policy: TinkerTrainer):
         turns = await (await policy.snapshot()).sample(PROMPT, count=6, seed=4, sampling=SAMPLING)
         group = group_of(turns)
         update = await scored(policy, group, merge_replies=False)
-        return update.rows, await policy.update(update, OptimizerConfig(), 1e-3)
+        return update.rows, (await policy.train([update], OptimizerConfig(), 1e-3))[0]
 
     rows, updated = with_policy(served, use)
     for row, logprobs in zip(rows, updated.logprobs, strict=True):
@@ -245,11 +245,11 @@ def test_update_returns_logprobs_in_row_order(served):
 
 
 def test_client_loss_trains_with_equal_logprobs(served):
-    async def use(policy: TinkerPolicy):
+    async def use(policy: TinkerTrainer):
         turns = await (await policy.snapshot()).sample(PROMPT, count=8, seed=0, sampling=SAMPLING)
         update = await scored(policy, group_of(turns), loss={"type": "topr"}, kl={"type": "abs", "coef": 0.1})
         assert update.client is not None
-        return update.rows, await policy.update(update, OptimizerConfig(), 1e-2)
+        return update.rows, (await policy.train([update], OptimizerConfig(), 1e-2))[0]
 
     rows, updated = with_policy(served, use)
     assert updated.metrics["kl"] == pytest.approx(0.0, abs=1e-5)  # a fresh adapter is the reference
@@ -262,22 +262,21 @@ def test_model_on_the_general_path_is_a_warning_at_start(
     trains: bool, served: tuple[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """Of a model that is trained or only sampled, and of a second one. To break it: leave out `warn` in `connect` of
-    TinkerSamplingClients."""
+    TinkerModels."""
 
     async def slow(*_: str) -> Capabilities:
         return Capabilities(general_path_faults={"tiny": "no kernel", "second": "no kernel here either"})
 
     async def main() -> None:
         if trains:
-            policy = await TinkerPolicy.connect(MODEL, *served, seed=1)
+            models = (await TinkerTrainer.connect(MODEL, *served, seed=1)).models
         else:
-            policy = await TinkerSamplingClients.connect(MODEL, *served)
+            models = await TinkerModels.connect(MODEL, *served)
         for name in ("tiny", "second", "second"):
-            await policy.open_model(name)
-        await policy.close()
+            await models.open_model(name)
+        await models.close()
 
-    for module in (tinker_policy, tinker_sampling):
-        monkeypatch.setattr(module, "capabilities", slow)
+    monkeypatch.setattr(tinker_models, "capabilities", slow)
     asyncio.run(main())
     assert [message for message in caplog.messages if "slower here" in message] == [
         "tiny is several times slower here than on the engine's fast path: no kernel",
@@ -286,12 +285,12 @@ def test_model_on_the_general_path_is_a_warning_at_start(
 
 
 def test_server_extensions_are_detected_and_used(served):
-    async def use(policy: TinkerPolicy):
+    async def use(policy: TinkerTrainer):
         turns = await (await policy.snapshot()).sample(PROMPT, count=8, seed=0, sampling=SAMPLING)
         algorithm = {"kl": {"type": "k2", "coef": 0.1}, "entropy": {"coef": 0.01}, "aggregate": "token_mean"}
         update = await scored(policy, group_of(turns), **algorithm)
-        updated = await policy.update(update, OptimizerConfig(), 1e-2)
-        return policy.extensions, update, updated, await policy.entropies(update.rows)
+        updated = (await policy.train([update], OptimizerConfig(), 1e-2))[0]
+        return policy.models.extensions, update, updated, await policy.entropies(update.rows)
 
     extensions, update, updated, entropies = with_policy(served, use)
     assert {"kl_coef", "entropy_coef", "return_entropy"} <= extensions
@@ -301,7 +300,7 @@ def test_server_extensions_are_detected_and_used(served):
 
 
 def test_auxiliary_adapter_learns_its_own_tokens(served):
-    async def use(policy: TinkerPolicy):
+    async def use(policy: TinkerTrainer):
         turns = await (await policy.snapshot()).sample(PROMPT, count=4, seed=0, sampling=SAMPLING)
         rows = (await scored(policy, group_of(turns))).rows
         adapter = await policy.auxiliary_adapter(rank=4, seed=3)
@@ -336,7 +335,7 @@ def test_update_requests_the_next_sampling_weights_early(served, monkeypatch):
     for name in ("forward_backward", "optim_step", "save_weights_and_get_sampling_client"):
         record(name)
 
-    async def use(policy: TinkerPolicy) -> None:
+    async def use(policy: TinkerTrainer) -> None:
         await policy.snapshot()
         requests.clear()
         await train_once(policy, seed=1)
@@ -346,9 +345,9 @@ def test_update_requests_the_next_sampling_weights_early(served, monkeypatch):
         assert await policy.snapshot() is snapshot
         assert len(requests) == 3
         update = await scored(policy, group_of(await snapshot.sample(PROMPT, count=8, seed=2, sampling=SAMPLING)))
-        await policy.update(update, OptimizerConfig(), 1e-2)
+        await policy.train([update], OptimizerConfig(), 1e-2)
         requests.clear()
-        await policy.update(update, OptimizerConfig(), 1e-2)  # nothing sampled from the previous weights
+        await policy.train([update], OptimizerConfig(), 1e-2)  # nothing sampled from the previous weights
         assert requests == ["forward_backward", "optim_step"]
         assert (await policy.snapshot()).version == policy.version == 3
 

@@ -8,10 +8,10 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from tests.rl.scripted_run import rows, run, settings
-from tests.rl.virtual_clock import run_virtually
 from tinsmith.rl.record import timeline
 from tinsmith.rl.record.timeline import OverlapMeter, Span
 from tinsmith.rl.rollouts.producer import BusyTime
+from tinsmith.testing import run_virtually
 
 
 def bars(spans: list[Span], kind: str) -> list[tuple[float, float, float]]:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from tinsmith.rl.policy.base import Update, UpdateResult
+from tinsmith.rl.policy.trainer import Update, UpdateResult
 from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.record.update_metrics import update_metrics
 

@@ -14,9 +14,9 @@ import pytest
 from tests.rl.scripted_run import REPLIES, Killed, breaking, rows, run, settings
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.ending.stop import StopRequested, StopSignal
-from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.run import folder
 from tinsmith.rl.run.folder import RunFolder
+from tinsmith.testing import ScriptedPolicy
 
 Usage = namedtuple("Usage", "total used free")
 

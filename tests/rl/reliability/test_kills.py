@@ -2,7 +2,7 @@
 
 The order of the writes is the law: state.json is written after the checkpoint is on the server, and last of the files
 of its step; a resumed run loads the checkpoint into a new model. To break it: in `Run._save`, call `states.add` before
-`policy.save`; in `TinkerPolicy.connect`, ignore `state`; or in `RunFolder.open`, leave out `_discard_logs_after`.
+`policy.save`; in `TinkerTrainer.connect`, ignore `state`; or in `RunFolder.open`, leave out `_discard_logs_after`.
 """
 
 from __future__ import annotations

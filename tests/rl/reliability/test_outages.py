@@ -18,13 +18,12 @@ from rich.console import Console
 
 from tests.rl.reliability.kills import Work, outcome
 from tests.rl.reliability.proxy import Action, Phase, proxied
-from tests.rl.virtual_clock import run_virtually
 from tinsmith.dialects import read_run
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.policy.request_limit import AttemptClock, RequestLimit
-from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.runner import train_config
+from tinsmith.testing import ScriptedPolicy, run_virtually
 
 pytestmark = pytest.mark.e2e
 

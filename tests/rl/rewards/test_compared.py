@@ -16,7 +16,6 @@ from tests.rl.rewards.test_rewards import answer, said
 from tests.rl.scoring.test_arithmetic import least_seconds
 from tests.rl.scripted_run import rows, scripted, settings
 from tinsmith.rl.data.sources import ReasoningGym
-from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rewards.base import Reward, Score
 from tinsmith.rl.rewards.format import THINK_ANSWER, matches
@@ -25,6 +24,7 @@ from tinsmith.rl.rewards.mathematics import Math, MathBoxed, MathVerify
 from tinsmith.rl.run.loop import train
 from tinsmith.rl.scoring.pool import ScoringPool
 from tinsmith.rl.types import Task
+from tinsmith.testing import ScriptedSnapshot
 
 POLICY = ScriptedSnapshot(("",), np.zeros(1), 0)
 SLOW = r"so it is \boxed{9^{9^{9^{9}}}}"

@@ -9,7 +9,6 @@ import pytest
 
 from tests.rl.rewards.test_rewards import answer, said
 from tinsmith.rl.data.sources import ReasoningGym
-from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.record.metrics import is_right
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rewards.base import Reward, Score
@@ -21,6 +20,7 @@ from tinsmith.rl.rewards.mathematics import Math, MathBoxed, MathVerify
 from tinsmith.rl.rewards.numbers import Closeness, Marked, Number
 from tinsmith.rl.types import Task
 from tinsmith.rl.workflows.base import score_turns
+from tinsmith.testing import ScriptedSnapshot
 
 GAME = answer('{"target": 6, "numbers": [1, 2, 3]}')
 GYM = ReasoningGym(dataset="basic_arithmetic", size=3).load()[1]

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from tests.rl.rewards.test_rewards import said
-from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.rewards.format import Overlong
 from tinsmith.rl.rewards.judge import Criterion, Judge
 from tinsmith.rl.types import Message, Rollout, Task, Turn
+from tinsmith.testing import ScriptedSnapshot
 
 TASK = Task(
     id="t/0",

@@ -9,7 +9,6 @@ import pytest
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.data.sources import ReasoningGym
-from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rewards.base import Reward, Score
 from tinsmith.rl.rewards.format import Format
@@ -17,6 +16,7 @@ from tinsmith.rl.rewards.gym import ReasoningGymScore
 from tinsmith.rl.rewards.mathematics import Math, MathVerify
 from tinsmith.rl.rewards.numbers import Closeness, Number
 from tinsmith.rl.types import Rollout, Task, Turn
+from tinsmith.testing import ScriptedSnapshot
 
 
 def said(text: str) -> Rollout:

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rl.rollouts.test_producer import VersionedPolicy, batch_source, task_sampler
-from tests.rl.virtual_clock import run_virtually
 from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.rollouts.batch_source import BatchPosition, BatchSourceState
 from tinsmith.rl.types import Rollout
+from tinsmith.testing import run_virtually
 
 STEPS, GROUPS = 6, 4
 

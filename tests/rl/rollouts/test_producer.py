@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.rl.virtual_clock import run_virtually
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.data.sources import Addition
 from tinsmith.rl.data.tasks import TaskSampler, TasksConfig, split
 from tinsmith.rl.policy.request_limit import RequestLimit
 from tinsmith.rl.policy.sampling import SamplingConfig, request_seed
-from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.rollouts.batch_source import BatchSourceState, BufferedBatchSource
 from tinsmith.rl.rollouts.buffers.memory import MemoryBuffer, MemoryConfig
 from tinsmith.rl.rollouts.buffers.replay import BatchSelector
@@ -27,6 +25,7 @@ from tinsmith.rl.rollouts.sampling_loop import SamplingLoop
 from tinsmith.rl.rollouts.task_draws import LocalDraws
 from tinsmith.rl.rollouts.weight_sync import SyncConfig, WeightPublisher, WeightSubscriber
 from tinsmith.rl.types import Rollout, Task
+from tinsmith.testing import ScriptedSnapshot, run_virtually
 
 
 class VersionedPolicy:
@@ -35,6 +34,10 @@ class VersionedPolicy:
     def __init__(self, version: int = 0) -> None:
         self.version = version
         self.saved: list[str] = []
+
+    @property
+    def models(self):
+        return self
 
     async def snapshot(self):
         return ScriptedSnapshot(("",), np.zeros(1), self.version)

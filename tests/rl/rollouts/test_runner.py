@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from tests.rl.scripted_run import settings
-from tests.rl.virtual_clock import run_virtually
 from tinsmith.rl.policy.request_limit import RequestLimit
-from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.rollouts.runner import CANCELLED, Oversampling, RolloutConfig, RolloutRunner
 from tinsmith.rl.types import Group, Rollout, Task, Turn
+from tinsmith.testing import ScriptedSnapshot, run_virtually
 
 GOOD = Rollout.single((Turn(prompt=(1,), tokens=(2,), logprobs=(0.0,), text="", stop="stop"),), 1.0)
 

@@ -15,10 +15,10 @@ from rich.console import Console
 from tests.rl.scripted_run import rows, run, scripted, settings
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.run.folder import RunFolder
 from tinsmith.rl.run.open import open_run
 from tinsmith.rl.run.parts import RunData, resolve_steps
+from tinsmith.testing import ScriptedPolicy
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])

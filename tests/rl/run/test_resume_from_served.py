@@ -16,8 +16,8 @@ from rich.console import Console
 from tests.rl.scripted_run import rows
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.policy.base import ModelConfig
-from tinsmith.rl.policy.tinker import TinkerPolicy
+from tinsmith.rl.policy.models import ModelConfig
+from tinsmith.rl.policy.tinker import TinkerTrainer
 from tinsmith.rl.run.loop import train
 from tinsmith.rl.run.state import METADATA_KEY, State, read_state
 from tinsmith.service.config import ServeConfig
@@ -69,8 +69,8 @@ def settings(folder: Path, **changes: Any) -> RunConfig:
 def run(address: Address, config: RunConfig) -> tuple[State, str]:
     """Train to the last step. Returns the final state and what the console shows."""
 
-    async def connect(state: str, version: int) -> TinkerPolicy:
-        return await TinkerPolicy.connect(config.model, *address, seed=config.seed, state=state, version=version)
+    async def connect(state: str, version: int) -> TinkerTrainer:
+        return await TinkerTrainer.connect(config.model, *address, seed=config.seed, state=state, version=version)
 
     console = Console(file=io.StringIO(), soft_wrap=True)
     state = asyncio.run(train(config, connect, console))
@@ -87,11 +87,11 @@ def logprobs(address: Address, path: str) -> np.ndarray:
     """Logprobs of some tokens by the weights at `path`."""
 
     async def main() -> np.ndarray:
-        policy = await TinkerPolicy.connect(ModelConfig(name="tiny"), *address, seed=0, state=path)
+        policy = await TinkerTrainer.connect(ModelConfig(name="tiny"), *address, seed=0, state=path)
         try:
             return await (await policy.snapshot()).logprobs(list(range(3, 40)))
         finally:
-            await policy.close()
+            await policy.models.close()
 
     return asyncio.run(main())
 
@@ -143,11 +143,11 @@ def save_as(address: Address, path: str, name: str, metadata: dict[str, str] | N
     """Save the checkpoint at `path` again by another name, as another client may have."""
 
     async def main() -> str:
-        policy = await TinkerPolicy.connect(ModelConfig(name="tiny"), *address, seed=0, state=path)
+        policy = await TinkerTrainer.connect(ModelConfig(name="tiny"), *address, seed=0, state=path)
         try:
             return await policy.save(name, 3600, metadata)
         finally:
-            await policy.close()
+            await policy.models.close()
 
     return asyncio.run(main())
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.rl.scripted_run import REPLIES, rows, run, settings
-from tinsmith.rl.policy.scripted import ScriptedPolicy
+from tinsmith.testing import ScriptedPolicy
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -20,7 +20,7 @@ from tests.rl.algorithms.test_loss_dispatch import OURS, config, grads, groups
 from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.algorithms.updates import UpdatesConfig
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import Update
+from tinsmith.rl.policy.trainer import Update
 from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.types import Group, Turn
 

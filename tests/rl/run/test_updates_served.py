@@ -14,8 +14,8 @@ from tests.rl.algorithms.test_loss_dispatch import config, groups
 from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.algorithms.updates import UpdatesConfig
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import ModelConfig
-from tinsmith.rl.policy.tinker import TinkerPolicy
+from tinsmith.rl.policy.models import ModelConfig
+from tinsmith.rl.policy.tinker import TinkerTrainer
 from tinsmith.rl.run.gradient_stream import GradientStream
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("forked_programs")
 
 ADAM = OptimizerConfig(eps=1e-3)  # with a small eps, AdamW magnifies the rounding of small gradients
 RATE = 1e-2
-Trains = Callable[[TinkerPolicy], Awaitable[dict[str, float]]]
+Trains = Callable[[TinkerTrainer], Awaitable[dict[str, float]]]
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +39,13 @@ def trained(served: tuple[str, str], trains: Trains) -> tuple[dict[str, float], 
     """(the result of `trains`, logprobs after it, the version) of a new policy."""
 
     async def main() -> Any:
-        policy = await TinkerPolicy.connect(ModelConfig(name="tiny", rank=4), *served, seed=1)
-        algorithm = Algorithm(config("grpo", merge_replies=False), policy.extensions, {}, 0)
+        policy = await TinkerTrainer.connect(ModelConfig(name="tiny", rank=4), *served, seed=1)
+        algorithm = Algorithm(config("grpo", merge_replies=False), policy.models.extensions, {}, 0)
         rows = (await algorithm.score_part(1, groups())).rows
         numbers = await trains(policy)
         after = await policy.logprobs(rows)
         version = policy.version
-        await policy.close()
+        await policy.models.close()
         return numbers, after, version
 
     return asyncio.run(main())
@@ -55,12 +55,12 @@ def trained(served: tuple[str, str], trains: Trains) -> tuple[dict[str, float], 
 def test_streamed_gradient_equals_that_of_the_batch(served, loss):
     settings, batch = config("grpo", loss={"type": loss}), groups()
 
-    async def whole(policy: TinkerPolicy) -> dict[str, float]:
-        update = await Algorithm(settings, policy.extensions, {}, 0, 4).score_part(1, batch)
-        return dict((await policy.update(update, ADAM, RATE)).metrics)
+    async def whole(policy: TinkerTrainer) -> dict[str, float]:
+        update = await Algorithm(settings, policy.models.extensions, {}, 0, 4).score_part(1, batch)
+        return dict((await policy.train([update], ADAM, RATE))[0].metrics)
 
-    async def in_parts(policy: TinkerPolicy) -> dict[str, float]:
-        stream = GradientStream(1, Algorithm(settings, policy.extensions, {}, 0, 4), policy)
+    async def in_parts(policy: TinkerTrainer) -> dict[str, float]:
+        stream = GradientStream(1, Algorithm(settings, policy.models.extensions, {}, 0, 4), policy)
         for group in batch:
             await stream.add([group])
         return await stream.finish(ADAM, RATE)
@@ -81,15 +81,15 @@ def test_pipelined_updates_equal_single_ones(served, correction):
         UpdatesConfig(minibatches=2, epochs=2),
     )
 
-    async def pipelined(policy: TinkerPolicy) -> dict[str, float]:
+    async def pipelined(policy: TinkerTrainer) -> dict[str, float]:
         columns = {"proximal": policy.logprobs}
-        algorithm = Algorithm(settings, policy.extensions, columns, 0, 4, division)
+        algorithm = Algorithm(settings, policy.models.extensions, columns, 0, 4, division)
         results = await policy.train((await algorithm.score(1, groups())).updates, ADAM, RATE)
         return {str(at): result.metrics["loss:sum"] for at, result in enumerate(results)}
 
-    async def one_by_one(policy: TinkerPolicy) -> dict[str, float]:
+    async def one_by_one(policy: TinkerTrainer) -> dict[str, float]:
         columns = {"proximal": policy.logprobs}
-        algorithm = Algorithm(settings, policy.extensions, columns, 0, 4, division)
+        algorithm = Algorithm(settings, policy.models.extensions, columns, 0, 4, division)
         losses = {}
         for at, update in enumerate((await algorithm.score(1, groups())).updates):
             losses[str(at)] = (await policy.accumulate(update)).metrics["loss:sum"]

@@ -17,8 +17,10 @@ from tests.engine.reference import Reference
 from tinsmith.engine.base import AdamParams, Datum, Pass
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import ModelConfig, Update
-from tinsmith.rl.policy.tinker import TinkerPolicy
+from tinsmith.rl.policy.models import ModelConfig
+from tinsmith.rl.policy.tinker import TinkerTrainer
+from tinsmith.rl.policy.tinker_models import TinkerModels
+from tinsmith.rl.policy.trainer import Update
 from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.shadow.config import ShadowConfig
 from tinsmith.rl.shadow.records import ShadowDelta, ShadowText
@@ -62,22 +64,22 @@ def served(tiny_llama: Path, data_folder: Path) -> Iterator[tuple[str, str]]:
         yield address
 
 
-def with_policy(served: tuple[str, str], use: Callable[[TinkerPolicy], Awaitable[T]]) -> T:
+def with_policy(served: tuple[str, str], use: Callable[[TinkerTrainer], Awaitable[T]]) -> T:
     """The result of `use` with a new policy that has taken two steps, so that no weight of the adapter is 0."""
 
     async def main() -> T:
-        policy = await TinkerPolicy.connect(ModelConfig(name="tiny", rank=4), *served, seed=1)
+        policy = await TinkerTrainer.connect(ModelConfig(name="tiny", rank=4), *served, seed=1)
         try:
             for seed in (100, 101):
                 await train(policy, seed)
             return await use(policy)
         finally:
-            await policy.close()
+            await policy.models.close()
 
     return asyncio.run(main())
 
 
-async def train(policy: TinkerPolicy, seed: int) -> None:
+async def train(policy: TinkerTrainer, seed: int) -> None:
     text = random_text(seed, 20, 4)
     row = TrainingRow(
         tokens=np.array(text.tokens[:-1], np.int64),
@@ -87,11 +89,11 @@ async def train(policy: TinkerPolicy, seed: int) -> None:
         mask=np.ones(19, bool),
     )
     update = Update(rows=(row,), inputs=({"weights": np.ones(19, np.float32)},), loss="cross_entropy")
-    await policy.update(update, OptimizerConfig(beta2=0.95, eps=1e-8), 0.01)
+    await policy.train([update], OptimizerConfig(beta2=0.95, eps=1e-8), 0.01)
 
 
 @asynccontextmanager
-async def shadowing(policy: TinkerPolicy, lag: int = 0, **settings: Any):
+async def shadowing(policy: TinkerTrainer, lag: int = 0, **settings: Any):
     """A ShadowService of the policy, and its server."""
     config = ShadowConfig.model_validate({"learning_rate": RATE, **settings})
     server = TinkerShadowServer(policy, config, lag)
@@ -102,7 +104,7 @@ async def shadowing(policy: TinkerPolicy, lag: int = 0, **settings: Any):
         await shadow.close()
 
 
-async def saved(policy: TinkerPolicy, data_folder: Path) -> tuple[Path, dict[str, bytes]]:
+async def saved(policy: TinkerTrainer, data_folder: Path) -> tuple[Path, dict[str, bytes]]:
     """Save the policy; returns the checkpoint's folder and the contents of its files."""
     before = set((data_folder / "checkpoints").iterdir()) if (data_folder / "checkpoints").exists() else set()
     await policy.save(f"test-{len(before)}", None)
@@ -160,7 +162,7 @@ def values(delta: ShadowDelta) -> list[float]:
 @pytest.mark.parametrize("method", ["fork", "virtual"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam_fresh"])
 def test_exact_steps_equal_float64(served, tiny_llama, data_folder, method, optimizer):
-    async def use(policy: TinkerPolicy):
+    async def use(policy: TinkerTrainer):
         folder, _ = await saved(policy, data_folder)
         async with shadowing(policy, method=method, optimizer=optimizer) as (shadow, _):
             return folder, await shadow.delta(train=REPLIES[:2], probes=PROBES)
@@ -180,13 +182,13 @@ def test_exact_steps_equal_float64(served, tiny_llama, data_folder, method, opti
 @pytest.mark.parametrize("method", ["fork", "virtual"])
 def test_inherited_moments_equal_float64(served, tiny_llama, data_folder, method):
     async def main():
-        policy = await TinkerPolicy.connect(ModelConfig(name="tiny", rank=4), *served, seed=1)
+        policy = await TinkerTrainer.connect(ModelConfig(name="tiny", rank=4), *served, seed=1)
         folder, _ = await saved(policy, data_folder)
         for seed in (100, 101):
             await train(policy, seed)
         async with shadowing(policy, method=method, optimizer="adam_inherit") as (shadow, _):
             delta = await shadow.delta(train=REPLIES[:1], probes=PROBES)
-        await policy.close()
+        await policy.models.close()
         return folder, delta
 
     folder, delta = asyncio.run(main())
@@ -204,7 +206,7 @@ def test_inherited_moments_equal_float64(served, tiny_llama, data_folder, method
 
 
 def test_first_order_steps_equal_inner_products(served, tiny_llama, data_folder):
-    async def use(policy: TinkerPolicy):
+    async def use(policy: TinkerTrainer):
         folder, _ = await saved(policy, data_folder)
         async with shadowing(policy, method="virtual", mode="first_order", audit=1) as (shadow, _):
             steps = (shadow.delta(train=[reply], probes=PROBES) for reply in REPLIES)
@@ -226,7 +228,7 @@ def test_first_order_steps_equal_inner_products(served, tiny_llama, data_folder)
 
 
 def test_reverse_equals_float64_in_both_directions(served, tiny_llama, data_folder):
-    async def use(policy: TinkerPolicy):
+    async def use(policy: TinkerTrainer):
         folder, _ = await saved(policy, data_folder)
         async with shadowing(policy, method="reverse") as (shadow, _):
             deltas = [await shadow.delta(train=REPLIES[:2], probes=PROBES)]
@@ -250,7 +252,7 @@ def test_reverse_equals_float64_in_both_directions(served, tiny_llama, data_fold
 
 @pytest.mark.parametrize("method", METHODS)
 def test_policy_is_bit_identical_after_shadow_steps(served, data_folder, method):
-    async def use(policy: TinkerPolicy):
+    async def use(policy: TinkerTrainer):
         _, before = await saved(policy, data_folder)
         async with shadowing(policy, method=method) as (shadow, _):
             steps = (shadow.delta(train=[reply], probes=PROBES) for reply in REPLIES * 2)
@@ -266,7 +268,7 @@ def test_policy_is_bit_identical_after_shadow_steps(served, data_folder, method)
 @pytest.mark.parametrize("method", METHODS)
 def test_pending_gradient_is_not_changed(served, data_folder, method):
     def trained(*, shadows: bool) -> dict[str, bytes]:
-        async def use(policy: TinkerPolicy):
+        async def use(policy: TinkerTrainer):
             data = [[text_datum(reply)] for reply in REPLIES[:2]]
             await policy.client.forward_backward(data[0], "cross_entropy")
             if shadows:
@@ -283,7 +285,7 @@ def test_pending_gradient_is_not_changed(served, data_folder, method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_steps_of_an_older_version_are_its_own(served, method):
-    async def use(policy: TinkerPolicy):
+    async def use(policy: TinkerTrainer):
         async with shadowing(policy, lag=1, method=method) as (shadow, _):
             first = await shadow.delta(train=REPLIES[:1], probes=PROBES)
             await train(policy, 102)
@@ -301,7 +303,7 @@ def test_steps_of_an_older_version_are_its_own(served, method):
 
 
 def test_saved_versions_need_no_earlier_shadow_step(served):
-    async def use(policy: TinkerPolicy):
+    async def use(policy: TinkerTrainer):
         async with shadowing(policy, lag=1, method="fork") as (shadow, _):
             await train(policy, 102)
             old = await shadow.delta(train=REPLIES[:1], probes=PROBES, at=2)
@@ -318,7 +320,7 @@ def test_saved_versions_need_no_earlier_shadow_step(served):
 def test_failing_step_does_not_affect_others(served, method):
     wrong = ShadowText(tokens=(5, 6, 9_999_999), weights=(1.0, 1.0))
 
-    async def use(policy: TinkerPolicy):
+    async def use(policy: TinkerTrainer):
         async with shadowing(policy, method=method) as (shadow, server):
             alone = await shadow.delta(train=REPLIES[:1], probes=PROBES)
             steps = [shadow.delta(train=[text], probes=PROBES) for text in (wrong, REPLIES[0], wrong)]
@@ -335,7 +337,7 @@ def test_failing_step_does_not_affect_others(served, method):
 
 
 def test_cancelled_step_frees_its_fork(served):
-    async def use(policy: TinkerPolicy):
+    async def use(policy: TinkerTrainer):
         async with shadowing(policy, method="fork") as (shadow, server):
             alone = await shadow.delta(train=REPLIES[:1], probes=PROBES)
             for turns in (1, 30):
@@ -361,7 +363,7 @@ def test_sessions_end_after_their_share_of_forks(served, monkeypatch):
 
     monkeypatch.setattr("tinsmith.rl.shadow.tinker.end_session", end)
 
-    async def use(policy: TinkerPolicy):
+    async def use(policy: TinkerTrainer):
         async with shadowing(policy, method="fork", forks_per_session=2) as (shadow, _):
             for _ in range(5):
                 await shadow.delta(train=REPLIES[:1], probes=PROBES)
@@ -374,11 +376,11 @@ def test_sessions_end_after_their_share_of_forks(served, monkeypatch):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam_inherit"])
 def test_live_forks_equal_forks_of_saved_weights(served, data_folder, monkeypatch, optimizer):
-    async def main(policy: TinkerPolicy) -> None:
+    async def main(policy: TinkerTrainer) -> None:
         folders = set((data_folder / "checkpoints").iterdir()) if (data_folder / "checkpoints").exists() else set()
         measured = []
-        for names in (policy.extensions, policy.extensions - {"@live"}):
-            monkeypatch.setattr(policy, "_extensions", names)
+        for names in (policy.models.extensions, policy.models.extensions - {"@live"}):
+            monkeypatch.setattr(TinkerModels, "extensions", names)
             async with shadowing(policy, method="fork", optimizer=optimizer) as (shadow, _):
                 measured.append(values(await shadow.delta(train=REPLIES[:1], probes=PROBES)))
                 made = set((data_folder / "checkpoints").iterdir()) - folders

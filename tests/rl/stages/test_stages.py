@@ -12,9 +12,9 @@ from tests.rl.algorithms.helpers import run as awaited
 from tests.rl.scripted_run import REPLIES, Killed, rows, settings
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.stages import run_stages
 from tinsmith.settings import explicit_values
+from tinsmith.testing import ScriptedPolicy
 
 SFT = {
     "name": "sft",

@@ -12,7 +12,7 @@ from rich.console import Console
 from tests.rl.algorithms.helpers import run
 from tests.rl.scripted_run import rows
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.policy.tinker import TinkerPolicy
+from tinsmith.rl.policy.tinker import TinkerTrainer
 from tinsmith.rl.run.parts import Connect
 from tinsmith.rl.stages import run_stages
 from tinsmith.service.config import ServeConfig
@@ -60,8 +60,8 @@ def finished(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     with embedded(ServeConfig(models=(f"tiny={tiny_llama}",), engine="fake", data=folder / "served")) as address:
 
         def connecting(stage: RunConfig) -> Connect:
-            async def connect(state: str, version: int) -> TinkerPolicy:
-                return await TinkerPolicy.connect(stage.model, *address, seed=stage.seed, state=state, version=version)
+            async def connect(state: str, version: int) -> TinkerTrainer:
+                return await TinkerTrainer.connect(stage.model, *address, seed=stage.seed, state=state, version=version)
 
             return connect
 

@@ -10,10 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from tests.rl.scripted_run import rows, run, settings
-from tests.rl.virtual_clock import run_virtually
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.sampling import SamplingConfig
-from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rewards.base import Score
 from tinsmith.rl.rewards.custom import CustomReward
@@ -22,6 +20,7 @@ from tinsmith.rl.types import Message, Rollout, Task
 from tinsmith.rl.workflows.base import WorkflowContext
 from tinsmith.rl.workflows.conversation import Terminated, WorkflowPolicy
 from tinsmith.rl.workflows.custom import CustomConfig
+from tinsmith.testing import ScriptedSnapshot, run_virtually
 
 TASK = Task(id="t/0", messages=(Message(role="user", content="yes or no?"),), answer="yes")
 

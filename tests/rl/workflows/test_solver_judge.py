@@ -11,9 +11,9 @@ import pytest
 from examples.solver_judge.solver_judge import SolverJudge, choice, judge_prompt
 from tinsmith.dialects import read_run
 from tinsmith.rl.policy.sampling import SamplingConfig
-from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.types import Message, Rollout, Task
 from tinsmith.rl.workflows.conversation import WorkflowPolicy
+from tinsmith.testing import ScriptedSnapshot
 
 TASK = Task(id="t/0", messages=(Message(role="user", content="What is 1 + 1?"),), answer="2")
 

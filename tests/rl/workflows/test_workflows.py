@@ -13,7 +13,6 @@ from tests.rl.scripted_run import rows, run, settings
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.sampling import SamplingConfig, Snapshot
-from tinsmith.rl.policy.scripted import END, ScriptedSnapshot
 from tinsmith.rl.policy.training_rows import rows_from_trajectory
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rewards.format import Format
@@ -23,6 +22,7 @@ from tinsmith.rl.workflows.conversation import Conversation
 from tinsmith.rl.workflows.custom import CustomConfig
 from tinsmith.rl.workflows.multi_turn import Answer, Environment, MultiTurnConfig
 from tinsmith.rl.workflows.single_turn import THINK, MathConfig, SingleTurnConfig
+from tinsmith.testing import END, ScriptedSnapshot
 
 PROMPT = Message(role="user", content="yes or no?")
 TASK = Task(id="t/0", messages=(PROMPT,), answer="yes")

@@ -22,7 +22,7 @@ from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.algorithms.grouping import ComparisonGroup, advantages_by_role, comparison_groups
 from tinsmith.rl.algorithms.regularizers import divergence
 from tinsmith.rl.algorithms.updates import BatchUpdates, Unit, UpdatesConfig, units_of_demonstrations
-from tinsmith.rl.policy.base import Update, UpdateResult
+from tinsmith.rl.policy.trainer import Update, UpdateResult
 from tinsmith.rl.policy.training_rows import (
     TrainingRow,
     gather_from_rows,

@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import AuxiliaryAdapter
+from tinsmith.rl.policy.trainer import AuxiliaryAdapter
 from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.settings import Settings
 

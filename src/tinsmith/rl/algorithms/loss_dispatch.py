@@ -19,7 +19,7 @@ from tinsmith.rl.algorithms.losses.base import Aggregate, PolicyLoss, Tokens, ag
 from tinsmith.rl.algorithms.losses.policy_gradient import CispoLoss, DroLoss, GspoLoss, ImportanceSamplingLoss, PpoLoss
 from tinsmith.rl.algorithms.losses.supervised import MixtureLoss, OpmdLoss, SftLoss
 from tinsmith.rl.algorithms.regularizers import divergence, sampled_entropy
-from tinsmith.rl.policy.base import Update
+from tinsmith.rl.policy.trainer import Update
 from tinsmith.rl.policy.training_rows import TrainingRow, scatter_to_rows
 
 _ESTIMATORS = ("k1", "k2", "k3")

@@ -13,7 +13,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field, model_validator
 
-from tinsmith.rl.policy.base import Update
+from tinsmith.rl.policy.trainer import Update
 from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.settings import Needs, Settings
 

@@ -19,7 +19,7 @@ from tinsmith.rl.environments.base import EnvironmentOptions
 from tinsmith.rl.environments.registry import EnvironmentConfig
 from tinsmith.rl.evaluate import BenchConfig, EvalConfig
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import ModelConfig
+from tinsmith.rl.policy.models import ModelConfig
 from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.record.monitors import MonitorConfig
 from tinsmith.rl.record.monitors.console import ConsoleConfig

@@ -1,11 +1,10 @@
-"""Policy on a Tinker API server, trained through the official SDK.
+"""A model in training on a Tinker API server, through the official SDK.
 
 The SDK retries and polls. Errors of the server are raised as TinsmithErrors that name the request.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -18,19 +17,17 @@ from typing_extensions import override
 
 from tinsmith.errors import Unsupported, UserError
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import AuxiliaryAdapter, CheckpointInfo, ModelConfig, Policy, Update, UpdateResult
-from tinsmith.rl.policy.chat import Chat
-from tinsmith.rl.policy.queue_notice import QueueNotice
-from tinsmith.rl.policy.router_replay import SESSION_METADATA, RoutedExperts, check_routers
+from tinsmith.rl.policy.models import ModelConfig, RouterReplay
 from tinsmith.rl.policy.sampling import Snapshot
-from tinsmith.rl.policy.sdk import Capabilities, adam_params, capabilities, open_session, translate_errors
+from tinsmith.rl.policy.sdk import adam_params, translate_errors
 from tinsmith.rl.policy.server_watch import ServerWatch
-from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients, load_chat
+from tinsmith.rl.policy.tinker_models import TinkerModels
+from tinsmith.rl.policy.trainer import AuxiliaryAdapter, Trainer, Update, UpdateResult
 from tinsmith.rl.policy.training_rows import TrainingRow
 
 
 class TinkerAuxiliaryAdapter(AuxiliaryAdapter):
-    """A second adapter in the session of a TinkerPolicy."""
+    """A second adapter in the session of a TinkerTrainer."""
 
     def __init__(self, client: tinker.TrainingClient, vocabulary: int) -> None:
         self._client, self._vocabulary = client, vocabulary
@@ -87,26 +84,18 @@ _IN_FLIGHT = 3
 """Updates of a batch that are submitted before the result of the first is awaited."""
 
 
-class TinkerPolicy(Policy):
+class TinkerTrainer(Trainer):
     """A LoRA adapter in training on a server. Created by `connect`."""
 
     def __init__(
         self,
-        service: tinker.ServiceClient,
-        rest: tinker.RestClient,
+        models: TinkerModels,
         client: tinker.TrainingClient,
-        chat: Chat,
         version: int,
-        config: ModelConfig,
-        server: Capabilities,
+        router_replay: RouterReplay,
         address: tuple[str, str],
-        watch: ServerWatch,
     ) -> None:
-        self._service, self._rest, self._client, self._chat = service, rest, client, chat
-        experts = None if config.router_replay == "none" else RoutedExperts(*address)
-        self._sampling = TinkerSamplingClients(service, chat, config.name, watch, experts, server)
-        self.watch, self._router_replay = watch, config.router_replay
-        self._version, self._base_model, self._extensions = version, config.name, server.extensions
+        self._models, self._client, self._version, self._router_replay = models, client, version, router_replay
         self._snapshot: Snapshot | None = None
         self._saving: Awaitable[tinker.SamplingClient] | None = None
         """Sampling client of the current version, requested together with its update."""
@@ -127,29 +116,27 @@ class TinkerPolicy(Policy):
         state: str = "",
         version: int = 0,
         watch: ServerWatch | None = None,
-    ) -> TinkerPolicy:
+    ) -> TinkerTrainer:
         """Create a new adapter, or load the one at the path `state` with its optimizer state and `version`.
 
         Requests wait for the server as long as `watch` says.
 
         Raises ConfigError if no server responds, UserError if the server rejects the model or the key.
         """
-        routed = config.router_replay != "none"
-        metadata, action = SESSION_METADATA if routed else None, f"creating the model {config.name}"
-        async with open_session(action, base_url, api_key, metadata) as service:
-            if routed:
-                await check_routers(base_url, api_key, config.name)
-            rest = await asyncio.to_thread(tinker.RestClient, base_url=base_url, api_key=api_key)
-            watch = watch or ServerWatch()
-            queue = QueueNotice(service.holder.get_session_id(), api_key)
-            watch.attend(base_url, service.holder, rest.holder, queue=queue)
-            async with translate_errors(f"{action} at {base_url}", not_found=_not_served(config, state)):
-                client = await watch.persist(lambda: _training_client(service, config, seed, state))
-            address = (base_url, api_key)
-            server = await capabilities(*address)
-            server.warn(config.name)
-            chat = await load_chat(config, client, server.images.get(config.name))
-            return cls(service, rest, client, chat, version, config, server, address, watch)
+        models, client = await TinkerModels.connect_training(
+            config,
+            (base_url, api_key),
+            watch or ServerWatch(),
+            lambda service: _training_client(service, config, seed, state),
+            action=f"creating the model {config.name}",
+            not_found=_not_served(config, state),
+        )
+        return cls(models, client, version, config.router_replay, (base_url, api_key))
+
+    @property
+    @override
+    def models(self) -> TinkerModels:
+        return self._models
 
     @property
     @override
@@ -161,11 +148,6 @@ class TinkerPolicy(Policy):
         """The SDK's client of the model in training."""
         return self._client
 
-    @property
-    @override
-    def chat(self) -> Chat:
-        return self._chat
-
     @override
     async def snapshot(self) -> Snapshot:
         """A sampling session on the current version; calls at the same version return the same object."""
@@ -173,7 +155,7 @@ class TinkerPolicy(Policy):
             async with translate_errors("saving weights for sampling"):
                 saving, self._saving = self._saving or self._client.save_weights_and_get_sampling_client(), None
                 client = await saving
-            self._snapshot = self._sampling.snapshot(client, self._version)
+            self._snapshot = self._models.snapshot(client, self._version)
         return self._snapshot
 
     @override
@@ -234,16 +216,16 @@ class TinkerPolicy(Policy):
 
     @override
     async def auxiliary_adapter(self, rank: int, seed: int, state: str = "") -> TinkerAuxiliaryAdapter:
-        service = self._service
+        models = self._models
 
         async def create() -> tinker.TrainingClient:
             if state:
-                return await service.create_training_client_from_state_with_optimizer(state)
-            return await service.create_lora_training_client(self._base_model, rank=rank, seed=seed)
+                return await models.service.create_training_client_from_state_with_optimizer(state)
+            return await models.service.create_lora_training_client(models.base_model, rank=rank, seed=seed)
 
         async with translate_errors("creating the critic"):
-            client = await self.watch.persist(create)
-        return TinkerAuxiliaryAdapter(client, self._chat.vocabulary)
+            client = await models.watch.persist(create)
+        return TinkerAuxiliaryAdapter(client, models.chat.vocabulary)
 
     def _gradient(self, update: Update) -> Any:
         """Submit forward_backward; returns its future."""
@@ -266,18 +248,9 @@ class TinkerPolicy(Policy):
         measures = {"router_replay": 0.0} if self._router_replay == "measure" else {}
         return {**config, **measures} or None
 
-    @property
-    @override
-    def extensions(self) -> frozenset[str]:
-        return self._extensions
-
-    @override
-    async def open_model(self, name: str) -> Snapshot:
-        return await self._sampling.open_model(name)
-
     @override
     async def entropies(self, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
-        if "return_entropy" not in self._extensions:
+        if "return_entropy" not in self._models.extensions:
             raise Unsupported(
                 "This server does not return entropies.", "Use an algorithm that does not need entropies."
             )
@@ -312,52 +285,9 @@ class TinkerPolicy(Policy):
             return (await saving).path
 
     @override
-    async def checkpoint_info(self, path: str) -> CheckpointInfo:
-        """Metadata is empty if the training run of the checkpoint belongs to somebody else."""
-        async with translate_errors(f"looking up {path}"):
-            info = await self._rest.get_weights_info_by_tinker_path(path)
-            adapter = {
-                "name": info.base_model,
-                "rank": info.lora_rank,
-                "train_attn": info.train_attn,
-                "train_mlp": info.train_mlp,
-                "train_unembed": info.train_unembed,
-            }
-            try:
-                of_run = await self._rest.list_checkpoints(path.removeprefix("tinker://").partition("/")[0])
-            except tinker.APIStatusError:
-                metadata = {}
-            else:
-                same = (checkpoint for checkpoint in of_run.checkpoints if checkpoint.tinker_path == path)
-                metadata = next((checkpoint.user_metadata or {} for checkpoint in same), {})
-        set_values = {name: value for name, value in adapter.items() if value is not None}
-        return CheckpointInfo(adapter=set_values, metadata=metadata)
-
-    @override
     async def save_for_sampling(self, name: str, ttl_seconds: int | None = None) -> str:
         async with translate_errors(f"saving the weights {name}"):
             return (await self._client.save_weights_for_sampler(name, ttl_seconds=ttl_seconds)).path
-
-    @override
-    async def open_checkpoint(self, path: str, version: int) -> Snapshot:
-        return await self._sampling.open_checkpoint(path, version)
-
-    @override
-    async def delete_checkpoint(self, path: str) -> None:
-        """Delete weights saved for sampling; logs a warning if the server rejects the request."""
-        try:
-            async with translate_errors(f"deleting {path}"):
-                await self._rest.delete_checkpoint_from_tinker_path(path)
-        except UserError as error:
-            log.warning("Could not delete old weights: %s", error)
-
-    @override
-    def on_outage(self, notify: Callable[[bool], None]) -> None:
-        self.watch.on_change.append(notify)
-
-    @override
-    async def close(self) -> None:
-        await self._sampling.close()
 
 
 def _training_with(update: Update) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tinsmith.rl.policy.base import Update, UpdateResult
+from tinsmith.rl.policy.trainer import Update, UpdateResult
 from tinsmith.rl.policy.training_rows import TrainingRow
 
 _LOG_RATIO = 20.0

@@ -16,7 +16,7 @@ from typing_extensions import override
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.plurals import counted
 from tinsmith.rl.ending.stop import StopSignal
-from tinsmith.rl.policy.base import Policy
+from tinsmith.rl.policy.trainer import Trainer
 from tinsmith.rl.rollouts.buffers.base import Buffer
 from tinsmith.rl.rollouts.buffers.replay import BatchSelector, SelectorState
 from tinsmith.rl.rollouts.coordination import CoordinationNotes, SamplerStatus, TrainerStatus
@@ -178,7 +178,7 @@ class BufferedBatchSource(BatchSource):
         self,
         buffer: Buffer,
         selector: BatchSelector,
-        policy: Policy,
+        policy: Trainer,
         publisher: WeightPublisher,
         notes: CoordinationNotes,
         sync: SyncConfig,

@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from tinsmith.errors import TinsmithError
 from tinsmith.plurals import counted
-from tinsmith.rl.policy.base import Policy
 from tinsmith.rl.policy.sampling import Snapshot
+from tinsmith.rl.policy.trainer import Trainer
 from tinsmith.rl.rollouts.coordination import CoordinationNotes, WeightRecord
 from tinsmith.settings import Needs, Settings
 
@@ -174,7 +174,7 @@ class WeightPublisher:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Trainer,
         notes: CoordinationNotes,
         method: Literal["memory", "checkpoint"],
         keep: int,
@@ -209,12 +209,12 @@ class WeightPublisher:
         await self._notes.write_weights(self._records)
         for dropped in dict.fromkeys(record.path for record in previous):
             if dropped and dropped not in {record.path for record in self._records}:
-                await self._policy.delete_checkpoint(dropped)
+                await self._policy.models.delete_checkpoint(dropped)
 
     async def open(self, record: WeightRecord) -> Snapshot:
         """Open published weights in this process."""
         if record.path:
-            return await self._policy.open_checkpoint(record.path, record.version)
+            return await self._policy.models.open_checkpoint(record.path, record.version)
         assert self._snapshot is not None
         return self._snapshot
 

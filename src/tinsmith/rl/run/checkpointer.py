@@ -104,5 +104,5 @@ class Checkpointer:
         self.folder.forget(dropped)
         for paths in dropped:
             for deleted in paths:
-                await self.learner.policy.delete_checkpoint(deleted)
+                await self.learner.policy.models.delete_checkpoint(deleted)
         await self.batches.state_saved(position)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import Policy, Update, UpdateResult
+from tinsmith.rl.policy.trainer import Trainer, Update, UpdateResult
 from tinsmith.rl.policy.training_rows import TrainingRow, count_policy_tokens
 from tinsmith.rl.record.update_metrics import update_metrics
 from tinsmith.rl.types import Group
@@ -21,7 +21,7 @@ class GradientStream:
     """
 
     def __init__(
-        self, step: int, algorithm: Algorithm, policy: Policy, demonstrations: Sequence[TrainingRow] = ()
+        self, step: int, algorithm: Algorithm, policy: Trainer, demonstrations: Sequence[TrainingRow] = ()
     ) -> None:
         """Equals the gradient of the whole step for algorithms without `stream_fault`."""
         self._step, self._algorithm, self._policy = step, algorithm, policy

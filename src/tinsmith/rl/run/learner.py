@@ -16,7 +16,7 @@ from tinsmith.rl.algorithms.updates import BatchUpdates
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.demonstrations import Demonstrations
 from tinsmith.rl.data.tasks import TaskSampler
-from tinsmith.rl.policy.base import Policy, Update, UpdateResult
+from tinsmith.rl.policy.trainer import Trainer, Update, UpdateResult
 from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.record.recorder import Recorder
 from tinsmith.rl.record.update_metrics import update_metrics
@@ -45,7 +45,7 @@ class Learner:
     """Computes the updates of batches and takes their optimizer steps. Their metrics go to the recorder."""
 
     config: RunConfig
-    policy: Policy
+    policy: Trainer
     algorithm: Algorithm
     reference: str
     """Name or tinker:// path of the model that divergences are measured from."""

@@ -21,9 +21,9 @@ from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.ending.until import EndCondition
 from tinsmith.rl.evaluate import Evaluator
 from tinsmith.rl.guards.watchdog import watch_event_loop
-from tinsmith.rl.policy.base import Policy
 from tinsmith.rl.policy.request_limit import RequestLimit, TokenRates
 from tinsmith.rl.policy.sampling import Snapshot
+from tinsmith.rl.policy.trainer import Trainer
 from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.record import logs, monitors
 from tinsmith.rl.record.monitors.base import RunInfo
@@ -49,12 +49,12 @@ from tinsmith.rl.run.learner import Learner
 from tinsmith.rl.run.parts import (
     Connect,
     RunData,
+    check_images,
     connect_policy,
     eval_workflow_maker,
     folder_path,
     resolve_steps,
     sampling_plan,
-    taking_images_of,
     training_workflow,
     with_shadow,
 )
@@ -123,8 +123,9 @@ async def _parts(
     task_sampler, held_out = data.tasks
     runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
     async with AsyncExitStack() as stack:
-        policy = await taking_images_of(data, await connect_policy(config, folder, connect, console))
-        stack.push_async_callback(policy.close)
+        policy = await connect_policy(config, folder, connect, console)
+        await check_images(data, policy.models)
+        stack.push_async_callback(policy.models.close)
         records = stack.enter_context(ExitStack())
         state = folder.state
         resources = await with_shadow(config, policy, RolloutResources())
@@ -183,36 +184,38 @@ def _announce(config: RunConfig, algorithm: Algorithm, console: Console) -> None
         console.print(f"[dim]with plugins of {config.plugins}[/]", highlight=False)
 
 
-def _run_info(config: RunConfig, folder: RunFolder, policy: Policy) -> RunInfo:
+def _run_info(config: RunConfig, folder: RunFolder, policy: Trainer) -> RunInfo:
     return RunInfo(
         name=config.name,
         folder=folder.path,
         steps=config.steps,
         start=folder.state.step if folder.state else 0,
         settings=config.model_dump(mode="json"),
-        decode=policy.chat.decode,
+        decode=policy.models.chat.decode,
     )
 
 
-def _demonstrations(config: RunConfig, data: RunData, policy: Policy) -> Demonstrations | None:
+def _demonstrations(config: RunConfig, data: RunData, policy: Trainer) -> Demonstrations | None:
     if config.demonstrations is None:
         return None
     pairs = config.algorithm.learns_from == "pairs"
     _, held_out = data.tasks
-    return Demonstrations(config.demonstrations, data.demonstrations, held_out, policy.chat, config.seed, pairs=pairs)
+    return Demonstrations(
+        config.demonstrations, data.demonstrations, held_out, policy.models.chat, config.seed, pairs=pairs
+    )
 
 
 async def _batch_source(
     config: RunConfig,
     folder: RunFolder,
-    policy: Policy,
+    policy: Trainer,
     task_sampler: TaskSampler,
     runner: RolloutRunner,
     resources: RolloutResources,
     stop: StopSignal,
     filters: GroupFilters,
 ) -> BatchSource:
-    policy.on_outage(runner.requests.suspend)
+    policy.models.on_outage(runner.requests.suspend)
     if not config.uses_rollouts:
         return EmptyBatchSource()
     plan = sampling_plan(config, filters)
@@ -252,37 +255,37 @@ def _evaluator(
 
 
 async def _algorithm(
-    config: RunConfig, policy: Policy, requests: RequestLimit, state: State | None
+    config: RunConfig, policy: Trainer, requests: RequestLimit, state: State | None
 ) -> tuple[Algorithm, Critic | None, str]:
     """The algorithm, its critic, and the name or path of its reference model."""
     critic, reference = await _critic(config, policy, state), await _reference(config, policy, state)
     columns = _columns(config, policy, reference, critic, requests)
-    extensions = policy.extensions
+    extensions = policy.models.extensions
     algorithm = Algorithm(config.algorithm, extensions, columns, config.seed, config.group_size, config.updates)
     return algorithm, critic, reference
 
 
-async def _critic(config: RunConfig, policy: Policy, state: State | None) -> Critic | None:
+async def _critic(config: RunConfig, policy: Trainer, state: State | None) -> Critic | None:
     if (settings := config.algorithm.critic) is None:
         return None
     learner = await policy.auxiliary_adapter(settings.rank, config.seed, state.critic_path if state else "")
     return Critic(settings, learner, config.steps)
 
 
-async def _reference(config: RunConfig, policy: Policy, state: State | None) -> str:
+async def _reference(config: RunConfig, policy: Trainer, state: State | None) -> str:
     if config.algorithm.reference == "base":
         return config.model.name
     return state.reference if state else await policy.save_for_sampling("start")
 
 
 def _columns(
-    config: RunConfig, policy: Policy, reference: str, critic: Critic | None, requests: RequestLimit
+    config: RunConfig, policy: Trainer, reference: str, critic: Critic | None, requests: RequestLimit
 ) -> dict[str, ColumnSource]:
     """Sources of the per-token columns that an algorithm may request."""
 
     def logprobs_by(name: str) -> ColumnSource:
         async def logprobs(rows: Sequence[TrainingRow]) -> list[np.ndarray]:
-            return await target_logprobs(requests.around(await policy.open_model(name)), rows)
+            return await target_logprobs(requests.around(await policy.models.open_model(name)), rows)
 
         return logprobs
 

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 from rich.console import Console
 
@@ -19,9 +18,9 @@ from tinsmith.rl.data.demonstrations import check_pair
 from tinsmith.rl.data.tasks import HeldOutTasks, TaskSampler, TasksConfig, split
 from tinsmith.rl.environments.mixture import mixture_workflow, split_environments
 from tinsmith.rl.evaluate import EvalConfig
-from tinsmith.rl.policy.base import Policy
-from tinsmith.rl.policy.chat import ChatCodec
+from tinsmith.rl.policy.models import Models
 from tinsmith.rl.policy.sampling import SamplingConfig
+from tinsmith.rl.policy.trainer import Trainer
 from tinsmith.rl.record.layout import Layout
 from tinsmith.rl.record.metrics import is_partial
 from tinsmith.rl.rewards import Rewards
@@ -37,7 +36,7 @@ from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 
 log = logging.getLogger(__name__)
 
-Connect = Callable[[str, int], Awaitable[Policy]]
+Connect = Callable[[str, int], Awaitable[Trainer]]
 """Connects to the server: from a state path (empty: a new adapter) and its version to the policy."""
 
 
@@ -97,41 +96,27 @@ def image_field(config: RunConfig) -> str:
     return next(filter(None, (part.image_field for part in parts)), "")
 
 
-class Connected(Protocol):
-    """A policy or the clients of a sampling process."""
-
-    @property
-    def chat(self) -> ChatCodec: ...
-    async def close(self) -> None: ...
-
-
-C = TypeVar("C", bound=Connected)
-
-
-async def taking_images_of(data: RunData, connected: C) -> C:
-    """`connected`, which takes the images of the run's tasks, if they have any; otherwise every rollout would fail.
-
-    Looks at the first task of each source, because tasks are read when they are drawn. Raises ConfigError, and then
-    closes the connection.
-    """
+async def check_images(data: RunData, models: Models) -> None:
+    """Raise ConfigError, and close the session, if tasks have images that the model does not take: every rollout would
+    fail. Looks at the first task of each source, because tasks are read when they are drawn."""
     sampler, held_out = data.tasks
-    if not connected.chat.takes_images:
-        for task in [*sampler.examples, *(tasks[0] for tasks in held_out.values() if tasks)]:
-            if any(message.images for message in task.messages):
-                await connected.close()
-                refusal = connected.chat.image_refusal
-                raise ConfigError(f"The task {task.id} has images. {refusal.message}", refusal.hint)
-    return connected
+    if models.chat.takes_images:
+        return
+    for task in [*sampler.examples, *(tasks[0] for tasks in held_out.values() if tasks)]:
+        if any(message.images for message in task.messages):
+            await models.close()
+            refusal = models.chat.image_refusal
+            raise ConfigError(f"The task {task.id} has images. {refusal.message}", refusal.hint)
 
 
-async def with_shadow(config: RunConfig, policy: Policy, resources: RolloutResources) -> RolloutResources:
+async def with_shadow(config: RunConfig, policy: Trainer, resources: RolloutResources) -> RolloutResources:
     """The resources with a ShadowService, if the run needs one."""
     if "shadow" not in config.services:
         return resources
     try:
         return replace(resources, shadow=open_shadow(config.shadow, policy, config.shadow_versions))
     except BaseException:
-        await policy.close()
+        await policy.models.close()
         raise
 
 
@@ -172,7 +157,7 @@ def _context(
     )
 
 
-async def connect_policy(config: RunConfig, folder: RunFolder, connect: Connect, console: Console) -> Policy:
+async def connect_policy(config: RunConfig, folder: RunFolder, connect: Connect, console: Console) -> Trainer:
     """The policy at the state that the run continues from; `folder.state` is that state after `resume_from`.
 
     Raises ConfigError if the server has no checkpoint that fits the run; nothing in the folder has changed then.
@@ -195,7 +180,7 @@ async def connect_policy(config: RunConfig, folder: RunFolder, connect: Connect,
             f"resume_from: {error.message}", "Name a checkpoint that is on the server of this run, under the same key."
         ) from error
     try:
-        info = await policy.checkpoint_info(path)
+        info = await policy.models.checkpoint_info(path)
         check_adapter(info, path, config.model)
         exactness = "exact, by its state file"
         if state is None:
@@ -204,7 +189,7 @@ async def connect_policy(config: RunConfig, folder: RunFolder, connect: Connect,
         policy.set_version(state.version)
         folder.start_at(state)
     except BaseException:
-        await policy.close()
+        await policy.models.close()
         raise
     text = f"resume_from: step {state.step}, {path}: {exactness}"
     log.info("%s", text)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tinsmith.errors import ConfigError
 from tinsmith.plurals import counted
-from tinsmith.rl.policy.base import CheckpointInfo, ModelConfig
+from tinsmith.rl.policy.models import CheckpointInfo, ModelConfig
 from tinsmith.rl.record.layout import Layout
 from tinsmith.rl.rollouts.batch_source import BatchSourceState
 from tinsmith.rl.rollouts.buffers.replay import SelectorState

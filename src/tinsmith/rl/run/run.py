@@ -16,7 +16,7 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.ending.until import EndCondition
 from tinsmith.rl.evaluate import Evaluator
-from tinsmith.rl.policy.base import Policy
+from tinsmith.rl.policy.trainer import Trainer
 from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.record import comparison
 from tinsmith.rl.record.recorder import Recorder
@@ -52,7 +52,7 @@ class Run:
     """Whether the run is to stop early."""
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> Trainer:
         """The policy in training."""
         return self.learner.policy
 

@@ -18,9 +18,9 @@ import tinker
 from typing_extensions import override
 
 from tinsmith.errors import Unsupported, UserError
-from tinsmith.rl.policy.base import Policy
 from tinsmith.rl.policy.sdk import end_session, translate_errors
-from tinsmith.rl.policy.tinker import TinkerPolicy
+from tinsmith.rl.policy.tinker import TinkerTrainer
+from tinsmith.rl.policy.trainer import Trainer
 from tinsmith.rl.shadow.config import Mode, ShadowConfig, StepParams
 from tinsmith.rl.shadow.records import Fork, ProbeDelta, ShadowGroup, ShadowServer, ShadowText
 from tinsmith.rl.shadow.service import ShadowService
@@ -68,9 +68,9 @@ class TinkerFork(Fork):
 
 
 class TinkerShadowServer(ShadowServer):
-    """Forks and virtual steps of a TinkerPolicy."""
+    """Forks and virtual steps of a TinkerTrainer."""
 
-    def __init__(self, policy: TinkerPolicy, config: ShadowConfig, lag: int) -> None:
+    def __init__(self, policy: TinkerTrainer, config: ShadowConfig, lag: int) -> None:
         """`lag`: how many versions rollouts may be older than the policy."""
         self._policy, self._config, self._lag = policy, config, lag
         self._version = policy.version
@@ -92,7 +92,7 @@ class TinkerShadowServer(ShadowServer):
     @property
     @override
     def steps_virtually(self) -> bool:
-        return EXTENSION in self._policy.extensions
+        return EXTENSION in self._policy.models.extensions
 
     @property
     @override
@@ -102,7 +102,7 @@ class TinkerShadowServer(ShadowServer):
     @override
     async def fork(self, version: int, *, inherit: bool) -> TinkerFork:
         """A server with the path @live forks the policy itself, without saved weights."""
-        if LIVE in self._policy.extensions and version == self._version:
+        if LIVE in self._policy.models.extensions and version == self._version:
             path = f"tinker://{self._policy.client.model_id}/weights/{LIVE}"
             fork = await self._sessions.fork(path, inherit, self._config.ttl_seconds)
             if version == self._version:
@@ -158,7 +158,7 @@ class TinkerShadowServer(ShadowServer):
     async def _delete(self, saving: asyncio.Task[str]) -> None:
         (path,) = await asyncio.gather(saving, return_exceptions=True)
         if isinstance(path, str):
-            await self._policy.delete_checkpoint(path)
+            await self._policy.models.delete_checkpoint(path)
 
     def _save(self) -> asyncio.Task[str]:
         name = f"shadow-{self._version:06}"
@@ -184,9 +184,9 @@ class TinkerShadowServer(ShadowServer):
             raise
 
 
-def open_shadow(config: ShadowConfig, policy: Policy, older_versions: int) -> ShadowService:
+def open_shadow(config: ShadowConfig, policy: Trainer, older_versions: int) -> ShadowService:
     """The ShadowService of a run. Raises ConfigError if the server cannot take the steps of the settings."""
-    if not isinstance(policy, TinkerPolicy):
+    if not isinstance(policy, TinkerTrainer):
         raise Unsupported("Shadow steps need a policy on a Tinker server.", "Leave out what needs them.")
     return ShadowService(config, TinkerShadowServer(policy, config, older_versions))
 
@@ -207,7 +207,7 @@ class _Session:
 class _Sessions:
     """The sessions of forks."""
 
-    def __init__(self, policy: TinkerPolicy, size: int) -> None:
+    def __init__(self, policy: TinkerTrainer, size: int) -> None:
         self._address, self._size = policy.address, size
         self._current: _Session | None = None
         self._opening = asyncio.Lock()

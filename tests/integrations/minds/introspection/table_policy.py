@@ -16,10 +16,10 @@ from tinsmith.rl.policy.sampling import (
     SamplingConfig,
     Snapshot,
 )
-from tinsmith.rl.policy.scripted import END, CharacterCodec
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.types import Turn
 from tinsmith.rl.workflows.base import WorkflowContext
+from tinsmith.testing import END, CharacterCodec
 
 VOCABULARY = 128
 

@@ -20,13 +20,14 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.rl.environments.registry import EnvironmentConfig
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.sampling import Sample, SampleRequest, SampleResult, SamplingConfig
-from tinsmith.rl.policy.scripted import CharacterCodec, ScriptedSnapshot, reply_turn
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.shadow.config import ShadowConfig
 from tinsmith.rl.shadow.records import ProbeDelta, ShadowGroup
 from tinsmith.rl.shadow.service import ShadowService
 from tinsmith.rl.types import Rollout, Task
 from tinsmith.rl.workflows.base import WorkflowContext
+from tinsmith.testing import CharacterCodec, ScriptedSnapshot
+from tinsmith.testing.scripted import reply_turn
 
 INNER = {
     "type": "tasks",

@@ -20,11 +20,11 @@ from tinsmith.integrations.minds.introspection.entropy_intuition import EntropyI
 from tinsmith.integrations.minds.introspection.ghost_trace import GhostTrace, GhostTraceWorkflow
 from tinsmith.integrations.minds.introspection.gradient_prophet import GradientProphet, GradientProphetWorkflow
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.policy.base import ModelConfig
-from tinsmith.rl.policy.scripted import ScriptedPolicy
-from tinsmith.rl.policy.tinker import TinkerPolicy
+from tinsmith.rl.policy.models import ModelConfig
+from tinsmith.rl.policy.tinker import TinkerTrainer
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
+from tinsmith.testing import ScriptedPolicy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
@@ -70,11 +70,11 @@ def truth_of(served: tuple[str, str], workflow: Any, task: Any) -> Any:
     """The truth that a workflow measures through the service."""
 
     async def main() -> Any:
-        policy = await TinkerPolicy.connect(ModelConfig(name="tiny", rank=4), *served, seed=1)
+        policy = await TinkerTrainer.connect(ModelConfig(name="tiny", rank=4), *served, seed=1)
         try:
             return await workflow.truth(task, await policy.snapshot())
         finally:
-            await policy.close()
+            await policy.models.close()
 
     return asyncio.run(main())
 

@@ -14,9 +14,9 @@ import pytest
 from tests.rl.rollouts.buffers.test_buffers import batch
 from tests.rl.scripted_run import REPLIES, Killed, breaking, rows, run, settings
 from tinsmith.errors import TinsmithError
-from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.rollouts.buffers.memory import MemoryBuffer, MemoryConfig
 from tinsmith.rl.rollouts.buffers.replay import BatchSelector, ReplayConfig, SelectorState
+from tinsmith.testing import ScriptedPolicy
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from tinsmith.rl.policy.chat_session import ChatSession
 from tinsmith.rl.policy.sampling import Middleware, Sample, SampleRequest, SampleResult
 from tinsmith.rl.policy.sdk import capabilities, check_reachable, end_session, translate_errors
 from tinsmith.rl.policy.server_watch import ServerWatch
-from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients, load_tokenizer
+from tinsmith.rl.policy.tinker_models import TinkerModels, load_tokenizer
 
 RECORDED_REPLIES = 16_384
 """Replies that an engine remembers, to extend their conversations without encoding them again."""
@@ -130,7 +130,7 @@ class TinkerEngine(SnapshotEngine):
             self.tokenizer = self.tokenizer or await _tokenizer(service, self.model_name, client)
         self._client = client
         chat = Chat(self.tokenizer, values=self._template_values)
-        clients = TinkerSamplingClients(service, chat, self.model_name, ServerWatch())
+        clients = TinkerModels(service, chat, self.model_name, ServerWatch())
         snapshot = clients.snapshot(client, self.weight_version)
         if self.max_model_length is not None:
             snapshot = snapshot.around(length_limit(self.max_model_length))

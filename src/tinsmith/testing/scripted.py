@@ -20,14 +20,8 @@ from typing_extensions import override
 
 from tinsmith.errors import Unsupported
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import (
-    AuxiliaryAdapter,
-    CheckpointInfo,
-    Policy,
-    Update,
-    UpdateResult,
-)
 from tinsmith.rl.policy.chat import ChatCodec, Messages
+from tinsmith.rl.policy.models import CheckpointInfo, Models
 from tinsmith.rl.policy.sampling import (
     Middleware,
     ModelVersion,
@@ -41,6 +35,7 @@ from tinsmith.rl.policy.sampling import (
     rendering,
     through,
 )
+from tinsmith.rl.policy.trainer import AuxiliaryAdapter, Trainer, Update, UpdateResult
 from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.types import EncodedPrompt, Message, Turn
 
@@ -181,8 +176,8 @@ def _next_logprobs(replies: Sequence[str], logits: np.ndarray, scored: NextLogpr
     return SampleResult(ids=np.array(ids, np.int64), logprobs=logprobs)
 
 
-class ScriptedPolicy(Policy):
-    """Logits over the replies, in training."""
+class ScriptedPolicy(Trainer, Models):
+    """Logits over the replies, in training; its checkpoints are files of a folder."""
 
     def __init__(
         self,
@@ -199,6 +194,11 @@ class ScriptedPolicy(Policy):
         self._middleware = tuple(middleware)
         self._logits = np.array(json.loads(Path(state).read_text())) if state else np.zeros(len(replies))
         self._gradient = np.zeros_like(self._logits)
+
+    @property
+    @override
+    def models(self) -> ScriptedPolicy:
+        return self
 
     @property
     @override

@@ -1,4 +1,4 @@
-"""Sampling from base models and checkpoints of a Tinker API server.
+"""A session at a server of the Tinker API: its base models and checkpoints, to sample from.
 
 Modes explore and bench use this without a model in training.
 """
@@ -6,6 +6,7 @@ Modes explore and bench use this without a model in training.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -13,10 +14,10 @@ import numpy as np
 import tinker
 from typing_extensions import override
 
-from tinsmith.errors import ConfigError, Unsupported
-from tinsmith.rl.policy.base import ModelConfig, SamplingClients
+from tinsmith.errors import ConfigError, Unsupported, UserError
 from tinsmith.rl.policy.chat import Chat, read_template
 from tinsmith.rl.policy.images import ImageEncoder, model_input
+from tinsmith.rl.policy.models import CheckpointInfo, ModelConfig, Models
 from tinsmith.rl.policy.queue_notice import QueueNotice
 from tinsmith.rl.policy.router_replay import SESSION_METADATA, RoutedExperts, check_routers
 from tinsmith.rl.policy.sampling import (
@@ -34,6 +35,8 @@ from tinsmith.rl.policy.sampling import (
 from tinsmith.rl.policy.sdk import Capabilities, capabilities, end_session, open_session, translate_errors
 from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.rl.types import EncodedPrompt, Turn
+
+log = logging.getLogger(__name__)
 
 
 def sampling_model(
@@ -127,7 +130,7 @@ async def _top_logprobs(client: tinker.SamplingClient, tokens: Sequence[int], co
     return SampleResult(ids=np.array(ids, np.int64), logprobs=np.array(logprobs, np.float32))
 
 
-class TinkerSamplingClients(SamplingClients):
+class TinkerModels(Models):
     """A session at the server, and sampling sessions in it."""
 
     def __init__(
@@ -136,48 +139,79 @@ class TinkerSamplingClients(SamplingClients):
         chat: Chat,
         base_model: str,
         watch: ServerWatch,
+        *,
+        rest: tinker.RestClient | None = None,
         experts: RoutedExperts | None = None,
         server: Capabilities = Capabilities(),  # noqa: B008 - frozen
     ) -> None:
-        """`experts`: where the routed experts of samples are fetched, if they are recorded. `server`: what the server
-        says of itself, which is logged if it speaks against a base model that is opened."""
-        self._service, self._chat, self._base_model, self.watch = service, chat, base_model, watch
-        self._experts, self._server = experts, server
+        """`rest`: for checkpoints. `experts`: where the routed experts of samples are fetched, if they are recorded.
+        `server`: what the server says of itself, which is logged if it speaks against a base model that is opened."""
+        self.service, self._chat, self.base_model, self.watch = service, chat, base_model, watch
+        self._rest, self._experts, self._server = rest, experts, server
         self._peers: dict[str, Snapshot] = {}
+
+    @classmethod
+    async def connect(
+        cls, config: ModelConfig, base_url: str, api_key: str, watch: ServerWatch | None = None
+    ) -> TinkerModels:
+        """Open a session, whose requests wait for the server as long as `watch` says.
+
+        Raises ConfigError if no server responds, UserError if it rejects the model or the key.
+        """
+        # The SDK reports the tokenizer of an aliased model only for training clients.
+        models, _ = await cls.connect_training(
+            config,
+            (base_url, api_key),
+            watch or ServerWatch(),
+            lambda service: service.create_lora_training_client(config.name, rank=1),
+            action=f"opening the model {config.name}",
+        )
+        return models
+
+    @classmethod
+    async def connect_training(
+        cls,
+        config: ModelConfig,
+        address: tuple[str, str],
+        watch: ServerWatch,
+        create: Callable[[tinker.ServiceClient], Awaitable[tinker.TrainingClient]],
+        *,
+        action: str,
+        not_found: str = "",
+    ) -> tuple[TinkerModels, tinker.TrainingClient]:
+        """Open a session at `address`, a URL and a key, and create a model in training in it.
+
+        Errors name `action`; `not_found` is the hint of a model that the server does not have.
+        """
+        routed, base_url = config.router_replay != "none", address[0]
+        async with open_session(action, *address, SESSION_METADATA if routed else None) as service:
+            if routed:
+                await check_routers(*address, config.name)
+            rest = await asyncio.to_thread(tinker.RestClient, base_url=base_url, api_key=address[1])
+            queue = QueueNotice(service.holder.get_session_id(), address[1])
+            watch.attend(base_url, service.holder, rest.holder, queue=queue)
+            async with translate_errors(f"{action} at {base_url}", not_found=not_found):
+                client = await watch.persist(lambda: create(service))
+            server = await capabilities(*address)
+            server.warn(config.name)
+            chat = await load_chat(config, client, server.images.get(config.name))
+            experts = RoutedExperts(*address) if routed else None
+            return cls(service, chat, config.name, watch, rest=rest, experts=experts, server=server), client
 
     def snapshot(self, client: tinker.SamplingClient, version: int, chat: Chat | None = None) -> Snapshot:
         """A sampling session of this session; `chat` is that of another base model."""
         records = () if self._experts is None else (self._experts.add_records,)
         return sampling_model(client, chat or self._chat, version, self.open_model, *records, self.watch.report)
 
-    @classmethod
-    async def connect(
-        cls, config: ModelConfig, base_url: str, api_key: str, watch: ServerWatch | None = None
-    ) -> TinkerSamplingClients:
-        """Open a session, whose requests wait for the server as long as `watch` says.
-
-        Raises ConfigError if no server responds, UserError if it rejects the model or the key.
-        """
-        routed = config.router_replay != "none"
-        metadata = SESSION_METADATA if routed else None
-        async with open_session(f"opening the model {config.name}", base_url, api_key, metadata) as service:
-            if routed:
-                await check_routers(base_url, api_key, config.name)
-            # The SDK reports the tokenizer of an aliased model only for training clients.
-            watch = watch or ServerWatch()
-            queue = QueueNotice(service.holder.get_session_id(), api_key)
-            watch.attend(base_url, service.holder, queue=queue)
-            client = await watch.persist(lambda: service.create_lora_training_client(config.name, rank=1))
-            experts = RoutedExperts(base_url, api_key) if routed else None
-            server = await capabilities(base_url, api_key)
-            server.warn(config.name)
-            chat = await load_chat(config, client, server.images.get(config.name))
-            return cls(service, chat, config.name, watch, experts, server)
-
     @property
     @override
     def chat(self) -> Chat:
         return self._chat
+
+    @property
+    @override
+    def extensions(self) -> frozenset[str]:
+        return self._server.extensions
 
     @override
     async def open_model(self, name: str) -> Snapshot:
@@ -185,26 +219,59 @@ class TinkerSamplingClients(SamplingClients):
         if name not in self._peers:
             async with translate_errors(f"opening {name} for sampling"):
                 client = await self.watch.persist(lambda: self._open(name))
-                same_base = name.startswith("tinker://") or name == self._base_model
-                chat = self._chat if same_base else await _own_chat(await load_tokenizer(self._service, name, client))
+                same_base = name.startswith("tinker://") or name == self.base_model
+                chat = self._chat if same_base else await _own_chat(await load_tokenizer(self.service, name, client))
             self._peers[name] = self.snapshot(client, 0, chat)
-            if name != self._base_model:
+            if name != self.base_model:
                 self._server.warn(name)
         return self._peers[name]
 
     async def _open(self, name: str) -> tinker.SamplingClient:
         if not name.startswith("tinker://"):
-            return await self._service.create_sampling_client(base_model=name)
+            return await self.service.create_sampling_client(base_model=name)
         if "/weights/" not in name:
-            return await self._service.create_sampling_client(model_path=name)
-        training = await self._service.create_training_client_from_state(name)  # a state must be saved for sampling
+            return await self.service.create_sampling_client(model_path=name)
+        training = await self.service.create_training_client_from_state(name)  # a state must be saved for sampling
         return await training.save_weights_and_get_sampling_client()
 
     @override
     async def open_checkpoint(self, path: str, version: int) -> Snapshot:
         async with translate_errors(f"opening {path} for sampling"):
-            client = await self.watch.persist(lambda: self._service.create_sampling_client(model_path=path))
+            client = await self.watch.persist(lambda: self.service.create_sampling_client(model_path=path))
         return self.snapshot(client, version)
+
+    @override
+    async def checkpoint_info(self, path: str) -> CheckpointInfo:
+        """Metadata is empty if the training run of the checkpoint belongs to somebody else."""
+        assert self._rest is not None
+        async with translate_errors(f"looking up {path}"):
+            info = await self._rest.get_weights_info_by_tinker_path(path)
+            adapter = {
+                "name": info.base_model,
+                "rank": info.lora_rank,
+                "train_attn": info.train_attn,
+                "train_mlp": info.train_mlp,
+                "train_unembed": info.train_unembed,
+            }
+            try:
+                of_run = await self._rest.list_checkpoints(path.removeprefix("tinker://").partition("/")[0])
+            except tinker.APIStatusError:
+                metadata = {}
+            else:
+                same = (checkpoint for checkpoint in of_run.checkpoints if checkpoint.tinker_path == path)
+                metadata = next((checkpoint.user_metadata or {} for checkpoint in same), {})
+        set_values = {name: value for name, value in adapter.items() if value is not None}
+        return CheckpointInfo(adapter=set_values, metadata=metadata)
+
+    @override
+    async def delete_checkpoint(self, path: str) -> None:
+        """Delete weights saved for sampling; logs a warning if the server rejects the request."""
+        assert self._rest is not None
+        try:
+            async with translate_errors(f"deleting {path}"):
+                await self._rest.delete_checkpoint_from_tinker_path(path)
+        except UserError as error:
+            log.warning("Could not delete old weights: %s", error)
 
     @override
     def on_outage(self, notify: Callable[[bool], None]) -> None:
@@ -214,7 +281,7 @@ class TinkerSamplingClients(SamplingClients):
     async def close(self) -> None:
         if self._experts is not None:
             await self._experts.close()
-        await end_session(self._service, "success")
+        await end_session(self.service, "success")
 
 
 def _not_returned(field: str) -> Unsupported:
