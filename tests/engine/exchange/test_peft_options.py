@@ -106,11 +106,11 @@ MALFORMED: tuple[dict[str, Any], ...] = (
 NOT_UNIFORM = ("rank_pattern, smaller", "rank_pattern of each module", "target_modules by full name")
 
 
-@pytest.fixture(params=EQUAL)
-def adapter(request: pytest.FixtureRequest, tiny_llama: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module", params=EQUAL)
+def adapter(request: pytest.FixtureRequest, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter that PEFT wrote with some option."""
     settings = {"r": 4, "lora_alpha": 8, "target_modules": ALL, **EQUAL[request.param]}
-    return write_peft(tiny_llama, tmp_path / "peft", size=0.05, **settings)
+    return write_peft(tiny_llama, tmp_path_factory.mktemp("option") / "peft", size=0.05, **settings)
 
 
 @pytest.fixture

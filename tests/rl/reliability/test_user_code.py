@@ -148,6 +148,7 @@ def test_wrong_number_of_rollouts_is_refused(result):
         checked(result, 1)
 
 
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize(
     ("name", "seconds", "reason"),
     [
@@ -162,6 +163,7 @@ def test_isolated_reward_harms_only_its_rollout(tmp_path, name, seconds, reason)
         with_reward(tmp_path, name, isolated=seconds, rollout={"refills": 0})
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_isolated_reward_scores(tmp_path):
     assert {line["reward"] for line in with_reward(tmp_path, "half", isolated=100)} == {0.5}
 
