@@ -18,6 +18,7 @@ import numpy as np
 
 from tinsmith.engine.custom_loss.graph import LossGraph
 from tinsmith.engine.memory_plan import MemoryPlan
+from tinsmith.errors import EngineError
 from tinsmith.routed_experts import RouterShape
 
 LORA_ALPHA = 32.0
@@ -158,6 +159,27 @@ class Datum:
     """In order of their positions. No loss may depend on the logprob of a target that is an image's token."""
 
 
+@dataclass(frozen=True, slots=True)
+class SavedObject:
+    """A saved adapter in an object store, for engines that do not see its folder."""
+
+    digest: str
+
+    def __str__(self) -> str:
+        return f"object {self.digest}"
+
+
+SavedAdapter = Path | SavedObject
+"""A saved adapter, as engines read it: its folder or its object."""
+
+
+def folder_of(source: SavedAdapter) -> Path:
+    """The folder of a saved adapter. Raises EngineError for an object: `adapters.cached_engine` fetches those."""
+    if isinstance(source, SavedObject):
+        raise EngineError(f"This engine has no object store to read {source} from.")
+    return source
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
     """One forward_backward (or forward) request for one model. Losses are sums over all its tokens."""
@@ -169,8 +191,8 @@ class Pass:
     forward_only: bool = False
     graph: LossGraph | None = None
     """The uploaded loss if loss_fn is `custom`."""
-    start: Path | None = None
-    """The adapter folder that a pass of loss_fn `shadow` starts from; None for the model's current weights."""
+    start: SavedAdapter | None = None
+    """The adapter that a pass of loss_fn `shadow` starts from; None for the model's current weights."""
     share: str = ""
     """Passes of different shares take turns on the device, by tokens."""
 

@@ -15,6 +15,7 @@ from tinsmith.engine.base import (
     PassResult,
     SampleRequest,
     SampleResult,
+    SavedAdapter,
 )
 from tinsmith.errors import TinsmithError
 
@@ -29,7 +30,7 @@ class Trainer(Protocol):
         """Create an adapter: A Kaiming-uniform from the seed, B zero."""
         ...
 
-    async def fork(self, model_id: str, source: str | Path, *, optimizer: bool) -> int:
+    async def fork(self, model_id: str, source: str | SavedAdapter, *, optimizer: bool) -> int:
         """Create a model with the weights of the model `source`, or of a saved adapter; returns its parameters.
 
         It shares their memory until its first step. Without optimizer its moments start at zero.
@@ -51,7 +52,7 @@ class Trainer(Protocol):
         """Write the adapter (and optimizer state) as a PEFT folder, atomically; returns its size in bytes."""
         ...
 
-    async def load(self, model_id: str, source: Path, *, optimizer: bool) -> None:
+    async def load(self, model_id: str, source: SavedAdapter, *, optimizer: bool) -> None:
         """Load a saved adapter into a model, created if necessary; without optimizer its moments start at zero."""
         ...
 
@@ -71,7 +72,7 @@ class Sampler(Protocol):
         """Write a captured version as a PEFT folder; it may then be evicted from memory. Returns its size in bytes."""
         ...
 
-    async def attach(self, version: str, source: Path) -> None:
+    async def attach(self, version: str, source: SavedAdapter) -> None:
         """Register a saved adapter folder as a version; it is read when first used."""
         ...
 

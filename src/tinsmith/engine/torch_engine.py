@@ -14,7 +14,17 @@ import torch
 from typing_extensions import override
 
 from tinsmith.engine import autotune, model_facts
-from tinsmith.engine.base import LoraSpec, ModelCard, OnDelta, Pass, PassResult, SampleRequest, SampleResult
+from tinsmith.engine.base import (
+    LoraSpec,
+    ModelCard,
+    OnDelta,
+    Pass,
+    PassResult,
+    SampleRequest,
+    SampleResult,
+    SavedAdapter,
+    folder_of,
+)
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.device_sharing import POLICIES, DeviceScheduler
 from tinsmith.engine.general import choice, recompute
@@ -158,8 +168,8 @@ class TorchEngine(EngineClient):
         return [next(results) if isinstance(request, Pass) else request for request in placed]
 
     @override
-    async def load(self, model_id: str, source: Path, *, optimizer: bool) -> None:
-        choice.check_spec(self._base, await self._exchange.read(lambda: read_spec(source)))
+    async def load(self, model_id: str, source: SavedAdapter, *, optimizer: bool) -> None:
+        choice.check_spec(self._base, await self._exchange.read(lambda: read_spec(folder_of(source))))
         await self.trainer.load(model_id, source, optimizer=optimizer)
 
     @override
@@ -171,9 +181,10 @@ class TorchEngine(EngineClient):
         return await self.sampler.versions.persist(version, to)
 
     @override
-    async def attach(self, version: str, source: Path) -> None:
-        choice.check_spec(self._base, read_spec(source))
-        self.sampler.versions.attach(version, source)
+    async def attach(self, version: str, source: SavedAdapter) -> None:
+        folder = folder_of(source)
+        choice.check_spec(self._base, read_spec(folder))
+        self.sampler.versions.attach(version, folder)
 
     @override
     async def detach(self, version: str) -> None:

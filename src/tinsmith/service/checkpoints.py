@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from tinsmith.engine.base import SavedAdapter
 from tinsmith.errors import BadRequest, NotFound
 from tinsmith.plurals import counted
 from tinsmith.service.budgets.orphans import UnrecordedFolders
@@ -62,7 +63,7 @@ class Checkpoints:
         """A checkpoint's folder, fetched from the object store if it is not here. Waits while that is unavailable."""
         return await self._copies.ensure(self.folder(checkpoint.id), checkpoint.digest)
 
-    async def source(self, checkpoint: Checkpoint) -> Path:
+    async def source(self, checkpoint: Checkpoint) -> SavedAdapter:
         """What an engine reads the checkpoint from: its folder, or its object. Waits as `present`."""
         return await self._copies.source(self.folder(checkpoint.id), checkpoint.digest)
 
@@ -70,7 +71,7 @@ class Checkpoints:
         """Give a checkpoint's files another name, so that it can be deleted. Returns the digest of their object."""
         return await self._copies.link(self.folder(checkpoint.id), checkpoint.digest, to)
 
-    async def source_of(self, folder: Path) -> Path:
+    async def source_of(self, folder: Path) -> SavedAdapter:
         """What an engine reads a folder from that is no checkpoint's."""
         return await self._copies.source(folder, None)
 

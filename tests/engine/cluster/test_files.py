@@ -17,12 +17,11 @@ from tinsmith.engine.adapters.cache import (
     UNUSED_S,
     ObjectCache,
     ObjectSettings,
-    object_path,
 )
 from tinsmith.engine.adapters.cached_engine import CachedEngine
 from tinsmith.engine.adapters.store import Manifest, MissingObjectError, ObjectStore, StoreUnavailableError
 from tinsmith.engine.adapters.transfer import FolderTransfer
-from tinsmith.engine.base import Datum, LoraSpec, Pass, SampleRequest
+from tinsmith.engine.base import Datum, LoraSpec, Pass, SampleRequest, SavedObject
 from tinsmith.engine.cluster.cluster import ModelCluster
 from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.fake.engine import FakeEngine
@@ -127,11 +126,11 @@ async def test_engines_of_two_machines_exchange_objects(store: ObjectStore, cach
     request = SampleRequest(request_id="r", prompt=np.array([5, 6], np.int32), version="v", max_tokens=5, seed=3)
     expected = await trainer.sample(request)
     with pytest.raises(MissingObjectError):
-        await sampler.attach("v", object_path(version.digest))
+        await sampler.attach("v", SavedObject(version.digest))
     for digest in (state.digest, version.digest):
         await trainer.upload(digest)
-    await sampler.attach("v", object_path(version.digest))
-    await sampler.load("copy", object_path(state.digest), optimizer=True)
+    await sampler.attach("v", SavedObject(version.digest))
+    await sampler.load("copy", SavedObject(state.digest), optimizer=True)
     again = await sampler.save_object("copy", optimizer=True)
     assert again.digest == state.digest, "weights and moments are the same bits"
     assert (await sampler.sample(request)).sequences[0].tokens.tolist() == expected.sequences[0].tokens.tolist()
@@ -149,7 +148,7 @@ async def test_a_version_is_fetched_again_before_its_next_sample(
     written = await writer.save_object("m", optimizer=False)
     await writer.upload(written.digest)
     sampler = CachedEngine(FakeEngine(CONFIG), cache_in(tmp_path / "b"))
-    await sampler.attach("v", object_path(written.digest))
+    await sampler.attach("v", SavedObject(written.digest))
     folder = tmp_path / "b" / written.digest
     folder.rename(tmp_path / "gone")
     request = SampleRequest(request_id="r", prompt=np.array([5], np.int32), version="v", max_tokens=2)
@@ -176,7 +175,7 @@ async def test_a_load_waits_while_the_store_is_away(
         return fetch(self, digest, to)
 
     monkeypatch.setattr(ObjectStore, "fetch", fails_twice)
-    await engines[1].load("m", object_path(written.digest), optimizer=True)
+    await engines[1].load("m", SavedObject(written.digest), optimizer=True)
     assert len(attempts) == 3
 
 
@@ -265,10 +264,10 @@ async def test_errors_concern_their_request_and_name_no_folder(
 ) -> None:
     engine = CachedEngine(FakeEngine(CONFIG), cache_in(tmp_path / "a"))
     await engine.create("m", LoraSpec(rank=2, seed=1))
-    failed, passed = await engine.run([_pass("m", start=object_path("00" * 16)), _pass("m")])
+    failed, passed = await engine.run([_pass("m", start=SavedObject("00" * 16)), _pass("m")])
     assert isinstance(failed, EngineError)
     assert not isinstance(passed, Exception)
-    other = object_path(published(store, tmp_path / "x", "not an adapter"))
+    other = SavedObject(published(store, tmp_path / "x", "not an adapter"))
     with pytest.raises(EngineError) as error:
         await engine.load("m", other, optimizer=False)
     assert str(tmp_path) not in error.value.message

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from tests.engine.cluster.pools import CONFIG, Slots, in_loop, pool_of, request_of, trainer_with
-from tinsmith.engine.adapters.cache import object_path
-from tinsmith.engine.base import SequenceDelta
+from tinsmith.engine.base import SavedObject, SequenceDelta
 from tinsmith.engine.cluster.pool import SamplerPool
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.errors import EngineDied, EngineError, Gone
@@ -84,7 +83,7 @@ async def test_versions_move_to_the_store(tmp_path: Path) -> None:
     pool._transfer.through_store = True
     with pytest.raises(Gone):  # the service attaches it again
         await pool.sample(request_of(1, version="v"))
-    await pool.attach("v", object_path("00" * 16))
+    await pool.attach("v", SavedObject("00" * 16))
     assert (await pool.sample(request_of(1, version="v"))).sequences[0].tokens.tolist() == (
         expected.sequences[0].tokens.tolist()
     )

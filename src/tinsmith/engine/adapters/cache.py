@@ -5,9 +5,8 @@
     CACHE/.locks/XX         held while an object comes or goes
 
 Processes of a machine share a cache. The least recently used objects are deleted when it is full, but none that was
-used lately: a process looks at an object's folder again before each use, and fetches it again if it is gone.
-
-On the connection, an object is the path `object:DIGEST` in the place of a folder. No torch here.
+used lately: a process looks at an object's folder again before each use, and fetches it again if it is gone. No torch
+here.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 UNUSED_S = 600.0
 """Least time that a folder stays after its last use: an engine may be reading it."""
 DEFAULT_CACHE = Path("~/.cache/tinsmith/objects")
-_SCHEME = "object:"
 _SWEEP = "sw"
 """The lock of processes that come, or delete what others have left."""
 
@@ -62,17 +60,6 @@ class WrittenObject:
     digest: str
     names: tuple[str, ...]
     """Of its files."""
-
-
-def object_path(digest: str) -> Path:
-    """The path that stands for an object."""
-    return Path(f"{_SCHEME}{digest}")
-
-
-def digest_in(path: object) -> str | None:
-    """The digest of the object that a path stands for; None for a folder."""
-    text = str(path) if isinstance(path, Path) else ""
-    return text.removeprefix(_SCHEME) if text.startswith(_SCHEME) else None
 
 
 class ObjectCache:

@@ -1,4 +1,4 @@
-"""An engine whose callers name objects where others name folders: in a process that does not see the data folder.
+"""An engine whose callers may name objects instead of folders: in a process that does not see the data folder.
 
 Sources are fetched into the cache of the machine. What is written stays there until `upload` stores it: the service
 notes the digest in its database first. No torch here.
@@ -18,8 +18,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import override
 
-from tinsmith.engine.adapters.cache import ObjectCache, WrittenObject, digest_in
-from tinsmith.engine.base import OnDelta, Pass, PassResult, SampleRequest, SampleResult
+from tinsmith.engine.adapters.cache import ObjectCache, WrittenObject
+from tinsmith.engine.base import (
+    OnDelta,
+    Pass,
+    PassResult,
+    SampleRequest,
+    SampleResult,
+    SavedAdapter,
+    SavedObject,
+)
 from tinsmith.engine.interface import Engine
 from tinsmith.engine.processes.rpc import DelegatingEngine
 from tinsmith.errors import Gone, TinsmithError
@@ -54,20 +62,20 @@ class CachedEngine(DelegatingEngine):
         return self._engine.progress + (int(time.monotonic()) if self._transfers else 0)
 
     @override
-    async def fork(self, model_id: str, source: str | Path, *, optimizer: bool) -> int:
+    async def fork(self, model_id: str, source: str | SavedAdapter, *, optimizer: bool) -> int:
         async with self._local(source) as folder:
             return await self._engine.fork(model_id, folder, optimizer=optimizer)
 
     @override
-    async def load(self, model_id: str, source: Path, *, optimizer: bool) -> None:
+    async def load(self, model_id: str, source: SavedAdapter, *, optimizer: bool) -> None:
         async with self._local(source) as folder:
             await self._engine.load(model_id, folder, optimizer=optimizer)
 
     @override
-    async def attach(self, version: str, source: Path) -> None:
+    async def attach(self, version: str, source: SavedAdapter) -> None:
         async with self._local(source) as folder:
             await self._engine.attach(version, folder)
-        self._remember(version, digest_in(source))
+        self._remember(version, source.digest if isinstance(source, SavedObject) else None)
 
     @override
     async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
@@ -157,10 +165,10 @@ class CachedEngine(DelegatingEngine):
     @asynccontextmanager
     async def _local(self, source: Any) -> AsyncIterator[Any]:
         """The folder of an object, or the source if it is none. Errors within the block do not name the folder."""
-        if (digest := digest_in(source)) is None:
+        if not isinstance(source, SavedObject):
             yield source
             return
-        folder = await self._fetched(digest)
+        folder = await self._fetched(source.digest)
         try:
             yield folder
         except TinsmithError as error:

@@ -16,8 +16,9 @@ from typing_extensions import override
 
 from tinsmith.atomic import atomic_folder
 from tinsmith.engine.adapters.access import check_folder, check_store, without_sight
-from tinsmith.engine.adapters.cache import ObjectSettings, WrittenObject, digest_in, object_path
+from tinsmith.engine.adapters.cache import ObjectSettings, WrittenObject
 from tinsmith.engine.adapters.cached_engine import CachedEngine
+from tinsmith.engine.base import SavedAdapter, SavedObject
 from tinsmith.engine.processes.client import ServedEngine
 from tinsmith.engine.processes.rpc import DelegatingEngine, EngineClient
 from tinsmith.engine.processes.slots import Slot
@@ -34,7 +35,7 @@ class WrittenFolder:
 
     written: WrittenObject
     process: EngineClient
-    on_stored: list[Callable[[Path], None]] = field(default_factory=list)
+    on_stored: list[Callable[[SavedAdapter], None]] = field(default_factory=list)
 
     @property
     def digest(self) -> str:
@@ -104,18 +105,18 @@ class FolderTransfer:
         """The object of a folder is in the store."""
         if (done := self._written.pop(folder, None)) is not None:
             for publish in done.on_stored:
-                publish(object_path(done.digest))
+                publish(SavedObject(done.digest))
 
     def forget(self, folder: Path) -> None:
         """The folder is not wanted any more."""
         self._written.pop(folder, None)
 
-    def can_read(self, path: Path) -> bool:
-        """Whether processes can read by this path: no folder any more once one of them does not see the data folder."""
-        return not self.through_store or digest_in(path) is not None
+    def can_read(self, source: SavedAdapter) -> bool:
+        """Whether processes can read a saved adapter: only objects once one of them does not see the data folder."""
+        return not self.through_store or isinstance(source, SavedObject)
 
-    def when_readable(self, folder: Path, publish: Callable[[Path], None]) -> None:
-        """Call `publish` with the path that processes read a written folder by, once they can."""
+    def when_readable(self, folder: Path, publish: Callable[[SavedAdapter], None]) -> None:
+        """Call `publish` with the saved adapter as processes read it, once they can."""
         written = self._written.get(folder)
         if written is None:
             publish(folder)

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tinsmith.engine.adapters.transfer import FolderTransfer
-from tinsmith.engine.base import ModelCard, OnDelta, SampleRequest, SampleResult, SequenceDelta
+from tinsmith.engine.adapters.versions import Version, VersionTable
+from tinsmith.engine.base import ModelCard, OnDelta, SampleRequest, SampleResult, SavedAdapter, SequenceDelta
 from tinsmith.engine.cluster.prefixes import PrefixTable, choose_replica, prompt_blocks
 from tinsmith.engine.cluster.replica import MAX_FAILED_STARTS, Launch, RunningSampler, SamplerReplica
 from tinsmith.engine.interface import Sampler
@@ -34,14 +35,14 @@ MAX_MOVES = 1
 
 
 @dataclass(eq=False, slots=True)
-class _Version:
-    """An adapter version: waits for its folder, then has it, until it is withdrawn."""
+class PooledVersion(Version):
+    """An adapter version: waits until it is saved, then can be sampled from, until it is withdrawn."""
 
-    name: str
+    name: str = ""
     """Its name on the replicas, never used again: caches of prefixes go by it."""
-    folder: Path | None = None
+    saved: SavedAdapter | None = None
     decided: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once there is a folder, or never will be."""
+    """Set once it is saved, or never will be."""
     on_trainer: str = ""
     """Its name on the trainer, if the trainer has it."""
 
@@ -87,8 +88,7 @@ class SamplerPool:
         self._trainer, self._card, self._transfer = trainer, card, transfer
         self._replicas = [SamplerReplica(index, launch, numbers, self._change) for index, launch in enumerate(launches)]
         self._table = PrefixTable()
-        self._versions: dict[str, _Version] = {}
-        self._numbers = itertools.count(1)
+        self._versions = VersionTable[PooledVersion]()
         self._running: dict[str, asyncio.Task[SampleResult]] = {}
         self._warming: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -125,32 +125,32 @@ class SamplerPool:
     def use_trainer(self, trainer: Sampler) -> None:
         """Take versions from a new trainer. Those that the old one has not written are lost with it."""
         self._trainer = trainer
-        for version, record in list(self._versions.items()):
+        for version, record in self._versions.items():
             record.on_trainer = ""
-            if record.folder is None:
-                self._versions.pop(version).decided.set()
+            if record.saved is None:
+                self._versions.remove(version)
+                record.decided.set()
 
     async def capture(self, model_id: str, version: str) -> None:
         await self._trainer.capture(model_id, version)
         await self._withdraw(version)
-        self._versions[version] = record = self._new(version)
-        record.on_trainer = version
+        self._add(version).on_trainer = version
 
     async def persist(self, version: str, to: Path) -> int:
-        record = self._versions.get(version)
+        record = self._versions.find(version)
         size = await self._trainer.persist(version, to)
         if record is not None:
-            self._transfer.when_readable(to, lambda folder: self._publish(version, record, folder))
+            self._transfer.when_readable(to, lambda saved: self._publish(version, record, saved))
         return size
 
-    async def attach(self, version: str, source: Path) -> None:
-        record = self._versions.get(version)
-        if record is not None and record.folder is not None and not self._transfer.can_read(record.folder):
-            record.folder = source  # the same files as an object: replicas that have the version keep it
-        if record is not None and record.folder == source:
+    async def attach(self, version: str, source: SavedAdapter) -> None:
+        record = self._versions.find(version)
+        if record is not None and record.saved is not None and not self._transfer.can_read(record.saved):
+            record.saved = source  # the same files as an object: replicas that have the version keep it
+        if record is not None and record.saved == source:
             return
         await self._withdraw(version)
-        self._versions[version] = self._new(version, source)
+        self._add(version, source)
 
     async def detach(self, version: str) -> None:
         await self._withdraw(version)
@@ -194,46 +194,47 @@ class SamplerPool:
 
     # Versions.
 
-    def _new(self, version: str, folder: Path | None = None) -> _Version:
-        record = _Version(f"{version}@{next(self._numbers)}", folder)
-        if folder is not None:
+    def _add(self, version: str, saved: SavedAdapter | None = None) -> PooledVersion:
+        record = self._versions.put(version, PooledVersion(saved=saved))
+        record.name = f"{version}@{record.number}"
+        if saved is not None:
             record.decided.set()
         return record
 
-    def _publish(self, version: str, record: _Version, folder: Path) -> None:
+    def _publish(self, version: str, record: PooledVersion, saved: SavedAdapter) -> None:
         """Let the samples of a version begin, unless it was replaced, and give it to the least loaded replicas."""
-        if self._versions.get(version) is not record:
+        if self._versions.find(version) is not record:
             return
-        record.folder = folder
+        record.saved = saved
         record.decided.set()
         for sampler in sorted(self._samplers_up().values(), key=lambda sampler: sampler.load)[:WARM_REPLICAS]:
-            task = asyncio.create_task(_warm(sampler, record.name, folder))
+            task = asyncio.create_task(_warm(sampler, record.name, saved))
             self._warming.add(task)
             task.add_done_callback(self._warming.discard)
 
     async def _withdraw(self, version: str) -> None:
         """Delete a version here and on the replicas that have it; requests that wait for it fail."""
-        record = self._versions.pop(version, None)
+        record = self._versions.remove(version)
         if record is None:
             return
         record.decided.set()
-        record.folder = None
+        record.saved = None
         await asyncio.gather(*(sampler.detach(record.name) for sampler in self._samplers_up().values()))
         if record.on_trainer == record.name:
             with suppress(EngineDied):
                 await self._trainer.detach(record.name)
 
-    async def _published(self, version: str) -> tuple[_Version, Path]:
-        """A version and its folder, once it is written.
+    async def _published(self, version: str) -> tuple[PooledVersion, SavedAdapter]:
+        """A version and where it is saved, once it is.
 
         Raises Gone for an unknown version, and for one whose folder not all replicas see: it is to be attached again.
         """
-        record = self._versions.get(version)
+        record = self._versions.find(version)
         if record is not None:
             await record.decided.wait()
-        if record is None or record.folder is None or not self._transfer.can_read(record.folder):
+        if record is None or record.saved is None or not self._transfer.can_read(record.saved):
             raise Gone(f"The samplers have no version '{version}'.", "Save the weights again.")
-        return record, record.folder
+        return record, record.saved
 
     # Requests.
 
@@ -255,10 +256,10 @@ class SamplerPool:
 
     async def _sample_on_trainer(self, request: SampleRequest, on_delta: OnDelta | None) -> SampleResult:
         if request.version is not None:
-            record = self._versions.get(request.version)
+            record = self._versions.find(request.version)
             if record is None or not record.on_trainer:
-                record, folder = await self._published(request.version)
-                await self._trainer.attach(record.name, folder)
+                record, saved = await self._published(request.version)
+                await self._trainer.attach(record.name, saved)
                 record.on_trainer = record.name
             request = replace(request, version=record.on_trainer)
         try:
@@ -273,14 +274,14 @@ class SamplerPool:
         sent = _Sent(on_delta)
         moves = 0
         while True:
-            folder = None
+            saved = None
             routed = request
             if request.version is not None:
-                record, folder = await self._published(request.version)
+                record, saved = await self._published(request.version)
                 routed = replace(request, version=record.name)
             sampler = await self._choose(routed)
             try:
-                return await _sample_on(sampler, routed, folder, sent.on_delta)
+                return await _sample_on(sampler, routed, saved, sent.on_delta)
             except EngineDied as death:
                 death.process = sampler.number
                 moves += not death.from_outside
@@ -351,15 +352,15 @@ class _Sent:
 
 
 async def _sample_on(
-    sampler: RunningSampler, request: SampleRequest, folder: Path | None, on_delta: OnDelta | None
+    sampler: RunningSampler, request: SampleRequest, saved: SavedAdapter | None, on_delta: OnDelta | None
 ) -> SampleResult:
     """Sample on a replica, which is given the version first; a cancelled request is cancelled there too."""
     tokens = cache_reserve(request)
     sampler.load += tokens
     sampler.requests += 1
     try:
-        if request.version is not None and folder is not None:
-            await sampler.attach(request.version, folder)
+        if request.version is not None and saved is not None:
+            await sampler.attach(request.version, saved)
         return await sampler.process.sample(request, on_delta)
     except asyncio.CancelledError:
         with suppress(TinsmithError):
@@ -370,10 +371,10 @@ async def _sample_on(
         sampler.requests -= 1
 
 
-async def _warm(sampler: RunningSampler, version: str, folder: Path) -> None:
+async def _warm(sampler: RunningSampler, version: str, saved: SavedAdapter) -> None:
     """Give a version to a replica before it is used; a failure shows when it is."""
     with suppress(TinsmithError):
-        await sampler.attach(version, folder)
+        await sampler.attach(version, saved)
 
 
 def _status(replica: SamplerReplica) -> ReplicaStatus:

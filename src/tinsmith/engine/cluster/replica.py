@@ -10,10 +10,9 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
-from tinsmith.engine.base import OnDelta, SampleRequest, SampleResult
+from tinsmith.engine.base import OnDelta, SampleRequest, SampleResult, SavedAdapter
 from tinsmith.engine.processes.supervisor import keep_running
 from tinsmith.errors import EngineDied, TinsmithError
 
@@ -34,7 +33,7 @@ class SamplerProcess(Protocol):
         """Process id."""
         ...
 
-    async def attach(self, version: str, source: Path) -> None:
+    async def attach(self, version: str, source: SavedAdapter) -> None:
         """Register an adapter folder as a version."""
         ...
 
@@ -94,11 +93,11 @@ class RunningSampler:
     attached: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """Versions that it has or is being given, by name."""
 
-    async def attach(self, version: str, folder: Path) -> None:
+    async def attach(self, version: str, source: SavedAdapter) -> None:
         """Give it a version, unless it has it. Concurrent callers wait for one attach."""
         task = self.attached.get(version)
         if task is None:
-            task = self.attached[version] = asyncio.create_task(self.process.attach(version, folder))
+            task = self.attached[version] = asyncio.create_task(self.process.attach(version, source))
         try:
             await asyncio.shield(task)
         except Exception:

@@ -11,11 +11,10 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from typing_extensions import override
 
-from tinsmith.engine.base import OnDelta, Pass, PassResult, SampleRequest, SampleResult
+from tinsmith.engine.base import OnDelta, Pass, PassResult, SampleRequest, SampleResult, SavedAdapter
 from tinsmith.engine.cluster.replica import Launch, SamplerProcess, StartedSampler
 from tinsmith.engine.device_sharing import MemoryTurns, SharingPolicy, Workload
 from tinsmith.engine.interface import Engine
@@ -104,7 +103,7 @@ class _SamplerInTurns:
         self.release_memory, self.close = process.release_memory, process.close
         self._process, self._turns = process, turns
 
-    async def attach(self, version: str, source: Path) -> None:
+    async def attach(self, version: str, source: SavedAdapter) -> None:
         async with self._turns.turn("sampling"):
             await self._process.attach(version, source)
 

@@ -27,6 +27,8 @@ from tinsmith.engine.base import (
     PassResult,
     SampleRequest,
     SampleResult,
+    SavedAdapter,
+    folder_of,
 )
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.custom_loss.process import LossProcess
@@ -54,13 +56,14 @@ class _Model:
             self.moments = [np.zeros_like(g) for g in self.grad for _ in range(2)]
 
 
-def _read_model(source: Path, *, optimizer: bool) -> _Model:
+def _read_model(source: SavedAdapter, *, optimizer: bool) -> _Model:
     """The model in a folder; without optimizer its moments start at zero."""
-    weights, moments = read_adapter(source)
+    folder = folder_of(source)
+    weights, moments = read_adapter(folder)
     if not optimizer:
         return _Model(weights)
     if moments is None:
-        raise BadRequest(f"{source.name} has no optimizer state.", "Load it without the optimizer.")
+        raise BadRequest(f"{folder.name} has no optimizer state.", "Load it without the optimizer.")
     return _Model(weights, moments=moments[:4], steps=int(moments[4][0]))
 
 
@@ -114,9 +117,9 @@ class FakeEngine:
         b = np.zeros((self._bigram.card.vocab_size, lora.rank), dtype=np.float32)
         self._models[model_id] = _Model(FakeAdapter(lora=lora, a=a, b=b))
 
-    async def fork(self, model_id: str, source: str | Path, *, optimizer: bool) -> int:
+    async def fork(self, model_id: str, source: str | SavedAdapter, *, optimizer: bool) -> int:
         """Adapters are never changed in place, so references are enough."""
-        if isinstance(source, Path):
+        if not isinstance(source, str):
             await self.load(model_id, source, optimizer=optimizer)
         else:
             parent = self._model(source)
@@ -163,7 +166,7 @@ class FakeEngine:
         moments = [*model.moments, np.asarray([model.steps], dtype=np.int64)] if optimizer else None
         return await asyncio.to_thread(write_adapter, to, model.weights, moments)
 
-    async def load(self, model_id: str, source: Path, *, optimizer: bool) -> None:
+    async def load(self, model_id: str, source: SavedAdapter, *, optimizer: bool) -> None:
         self._models[model_id] = await asyncio.to_thread(_read_model, source, optimizer=optimizer)
 
     async def drop(self, model_id: str) -> None:
@@ -259,8 +262,8 @@ class FakeEngine:
     async def persist(self, version: str, to: Path) -> int:
         return await self._versions.persist(version, to)
 
-    async def attach(self, version: str, source: Path) -> None:
-        self._versions.attach(version, source)
+    async def attach(self, version: str, source: SavedAdapter) -> None:
+        self._versions.attach(version, folder_of(source))
 
     async def detach(self, version: str) -> None:
         self._versions.detach(version)

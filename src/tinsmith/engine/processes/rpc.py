@@ -23,6 +23,7 @@ from tinsmith.engine.base import (
     PassResult,
     SampleRequest,
     SampleResult,
+    SavedAdapter,
     SequenceDelta,
 )
 from tinsmith.engine.interface import Engine, Sampler
@@ -83,7 +84,7 @@ class EngineClient:
     async def create(self, model_id: str, lora: LoraSpec) -> None:
         await self.call(Engine.create, model_id, lora)
 
-    async def fork(self, model_id: str, source: str | Path, *, optimizer: bool) -> int:
+    async def fork(self, model_id: str, source: str | SavedAdapter, *, optimizer: bool) -> int:
         return await self.call(Engine.fork, model_id, source, optimizer=optimizer)
 
     async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
@@ -95,7 +96,7 @@ class EngineClient:
     async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
         return await self.call(Engine.save, model_id, to, optimizer=optimizer)
 
-    async def load(self, model_id: str, source: Path, *, optimizer: bool) -> None:
+    async def load(self, model_id: str, source: SavedAdapter, *, optimizer: bool) -> None:
         await self.call(Engine.load, model_id, source, optimizer=optimizer)
 
     async def drop(self, model_id: str) -> None:
@@ -107,7 +108,7 @@ class EngineClient:
     async def persist(self, version: str, to: Path) -> int:
         return await self.call(Engine.persist, version, to)
 
-    async def attach(self, version: str, source: Path) -> None:
+    async def attach(self, version: str, source: SavedAdapter) -> None:
         await self.call(Engine.attach, version, source)
 
     async def detach(self, version: str) -> None:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.engine.base import AdamParams, LoraSpec, Pass, PassResult
+from tinsmith.engine.base import AdamParams, LoraSpec, Pass, PassResult, SavedAdapter, folder_of
 from tinsmith.engine.custom_loss.process import LossProcess
 from tinsmith.engine.device_sharing import DeviceScheduler
 from tinsmith.engine.exchange.reading import read_saved
@@ -95,24 +95,26 @@ class TorchTrainer:
         layout = linear.layout_for(self._base, lora)
         self._models[model_id] = self._adapter(layout, layout.initial())
 
-    async def load(self, model_id: str, source: Path, *, optimizer: bool) -> None:
+    async def load(self, model_id: str, source: SavedAdapter, *, optimizer: bool) -> None:
+        folder = folder_of(source)
         async with self._lock(model_id):
-            model = self._adapter(*await self._exchange.read(lambda: read_saved(source, self._base)))
+            model = self._adapter(*await self._exchange.read(lambda: read_saved(folder, self._base)))
             if optimizer:
-                model.restore(await self._exchange.read(lambda: peft.read_moments(source, model.layout)))
+                model.restore(await self._exchange.read(lambda: peft.read_moments(folder, model.layout)))
             self._models[model_id] = model
 
-    async def fork(self, model_id: str, source: str | Path, *, optimizer: bool) -> int:
+    async def fork(self, model_id: str, source: str | SavedAdapter, *, optimizer: bool) -> int:
         async with self._lock(str(source)):
-            if isinstance(source, Path):
-                fork = (await self._saved_adapter(source, self._exchange)).fork()
-                if optimizer:
-                    fork.restore(await self._exchange.read(lambda: peft.read_moments(source, fork.layout)))
-            else:
+            if isinstance(source, str):
                 parent = self._model(source)
                 fork = parent.fork()
                 if optimizer:
                     fork.restore(parent.moments().copy())
+            else:
+                folder = folder_of(source)
+                fork = (await self._saved_adapter(folder, self._exchange)).fork()
+                if optimizer:
+                    fork.restore(await self._exchange.read(lambda: peft.read_moments(folder, fork.layout)))
             self._models[model_id] = fork
             return fork.layout.parameters
 
@@ -259,13 +261,14 @@ class TorchTrainer:
 
     async def _shadow_start(self, request: Pass) -> ShadowStart:
         """The adapter that a shadow pass starts from, which later steps and loads do not change."""
-        if request.start is None:
+        folder = None if request.start is None else folder_of(request.start)
+        if folder is None:
             model = self._model(request.model_id)
         else:
-            model = await self._saved_adapter(request.start, ALONE)
+            model = await self._saved_adapter(folder, ALONE)
         if shadow_settings(request).optimizer != "adam_inherit":
             return ShadowStart(model.capture(), None)
-        moments = model.moments().copy() if request.start is None else peft.read_moments(request.start, model.layout)
+        moments = model.moments().copy() if folder is None else peft.read_moments(folder, model.layout)
         return ShadowStart(model.capture(), moments)
 
     @asynccontextmanager

@@ -1,13 +1,12 @@
 """Adapter versions in a vLLM: folders of their own, loaded when they are attached, and again once they were unloaded.
 
-A folder is hard-linked, so that deleting a checkpoint does not disturb running samples, and each load has a new name,
+A folder is hard-linked, so that deleting a checkpoint does not disturb running samples, and each has a name of its own,
 so that a version which was replaced is never mistaken for the old one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import math
 import shutil
@@ -19,6 +18,7 @@ from pathlib import Path
 from safetensors.numpy import load_file, save_file
 
 from tinsmith.atomic import link_folder
+from tinsmith.engine.adapters.versions import Version, VersionTable
 from tinsmith.engine.lora.peft_settings import read_settings
 from tinsmith.engine.lora.saved_spec import PREFIX
 from tinsmith.engine.vllm.client import VllmClient
@@ -30,10 +30,10 @@ _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 @dataclass(eq=False, slots=True)
-class _Version:
+class LinkedVersion(Version):
     """Where a version's files are, and under which name vLLM has it."""
 
-    source: Path
+    source: Path = Path()
     folder: Path | None = None
     """The links that vLLM reads."""
     scaled: Path | None = None
@@ -78,25 +78,24 @@ def with_one_scale(folder: Path) -> Path | None:
 
 
 class VllmVersions:
-    """Versions by name, most recently used last."""
+    """The versions that a vLLM samples from."""
 
     def __init__(self, server: VllmServer, client: VllmClient, max_rank: int, folder: Path) -> None:
         """`folder`: for links to the files of versions."""
         self._server, self._client = server, client
         self._max_rank, self._folder = max_rank, folder
-        self._versions: dict[str, _Version] = {}
-        self._numbers = itertools.count(1)
+        self._versions = VersionTable[LinkedVersion]()
 
     async def attach(self, name: str, source: Path) -> None:
         """Register an adapter folder as a version and load it."""
         await self.detach(name)
-        self._versions[name] = _Version(source)
+        self._versions.put(name, LinkedVersion(source=source))
         async with self.loaded(name):
             pass
 
     async def detach(self, name: str) -> None:
         """Delete a version; unknown names are ignored."""
-        version = self._versions.pop(name, None)
+        version = self._versions.remove(name)
         if version is not None and not version.users:
             await self._unload(version)
 
@@ -106,7 +105,7 @@ class VllmVersions:
 
         Raises Gone for an unknown version, Unsupported for a rank above vLLM's limit.
         """
-        version = self._get(name)
+        version = self._versions.use(name)
         version.users += 1
         try:
             async with version.lock:
@@ -117,20 +116,14 @@ class VllmVersions:
             yield version.lora_name
         finally:
             version.users -= 1
-            if not version.users and self._versions.get(name) is not version:
+            if not version.users and self._versions.find(name) is not version:
                 await self._unload(version)
             await self._evict()
 
-    def _get(self, name: str) -> _Version:
-        if name not in self._versions:
-            raise Gone(f"The engine has no version '{name}'.", "Save the weights again.")
-        self._versions[name] = version = self._versions.pop(name)
-        return version
-
-    async def _link(self, name: str, version: _Version) -> None:
+    async def _link(self, name: str, version: LinkedVersion) -> None:
         if version.folder is not None:
             return
-        to = self._folder / f"adapter-{next(self._numbers)}"
+        to = self._folder / f"adapter-{version.number}"
         try:
             await asyncio.to_thread(link_folder, version.source, to, *_ADAPTER_FILES)
             version.rank = int(json.loads((to / "adapter_config.json").read_text())["r"])
@@ -139,20 +132,20 @@ class VllmVersions:
             raise Gone(f"The files of version '{name}' are no longer there: {error}", "Save it again.") from error
         version.folder = to
 
-    async def _load(self, version: _Version) -> None:
+    async def _load(self, version: LinkedVersion) -> None:
         assert version.folder is not None
-        lora_name = f"{self._server.name}-{next(self._numbers)}"
+        lora_name = f"{self._server.name}-{version.number}"
         await self._client.load_adapter(lora_name, version.scaled or version.folder)
         version.lora_name = lora_name
 
     async def _evict(self) -> None:
         """Unload the least recently used versions above the limit."""
-        resident = [version for version in self._versions.values() if version.lora_name]
+        resident = [version for version in self._versions if version.lora_name]
         idle = [version for version in resident if version.users == 0]
         for version in idle[: max(0, len(resident) - MAX_RESIDENT)]:
             await self._unload(version)
 
-    async def _unload(self, version: _Version) -> None:
+    async def _unload(self, version: LinkedVersion) -> None:
         """Remove a version that nobody uses from vLLM's memory, and its links."""
         async with version.lock:
             if version.users:

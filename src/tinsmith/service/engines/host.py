@@ -7,10 +7,9 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from tinsmith.engine.base import ModelCard
+from tinsmith.engine.base import ModelCard, SavedAdapter
 from tinsmith.engine.cluster.pool import SamplerPool
 from tinsmith.engine.cluster.status import ProcessStatus
 from tinsmith.engine.config import EngineConfig
@@ -258,11 +257,11 @@ class EngineHost:
         except (TinsmithError, TimeoutError) as error:
             log.warning("The engine of %s keeps its caches: %s", self.config.source, error or "it is busy")
 
-    async def attach(self, version: str, folder: Path) -> None:
+    async def attach(self, version: str, source: SavedAdapter) -> None:
         """Load a saved adapter into the running engine, unless the engine has it."""
         async with self._attaching:
             if version not in self.attached:
-                await self.engine.attach(version, folder)
+                await self.engine.attach(version, source)
                 self.attached.add(version)
 
     async def detach(self, version: str) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from starlette.requests import ClientDisconnect, Request
 
-from tinsmith.engine.base import LoraSpec
+from tinsmith.engine.base import LoraSpec, SavedAdapter
 from tinsmith.engine.exchange.archive import CONFIG, MOMENTS, WEIGHTS, unpack
 from tinsmith.engine.interface import Engine
 from tinsmith.engine.lora.saved_spec import read_spec
@@ -163,7 +163,7 @@ def _check_spec(lora: LoraSpec) -> None:
         raise BadRequest(f"lora_alpha is {lora.alpha}.", "Give a finite number above 0.")
 
 
-async def _rewritten(engine: Engine, source: Path, to: Path, *, optimizer: bool) -> int:
+async def _rewritten(engine: Engine, source: SavedAdapter, to: Path, *, optimizer: bool) -> int:
     """Let the engine read an adapter and write it as a training state. Returns its size. Raises BadRequest."""
     model_id = f"import-{to.name}"
     try:

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakValueDictionary
 
 from tinsmith.atomic import link_folder
-from tinsmith.engine.adapters.cache import object_path, trim_folders
+from tinsmith.engine.adapters.cache import trim_folders
 from tinsmith.engine.adapters.transfer import FolderTransfer
+from tinsmith.engine.base import SavedAdapter, SavedObject
 from tinsmith.service.storage.records import Checkpoint, Model, StoredObject
 from tinsmith.service.storage.store import Store
 
@@ -91,14 +92,14 @@ class ObjectCopies:
         )
         return manifest.digest
 
-    async def source(self, folder: Path, digest: str | None) -> Path:
+    async def source(self, folder: Path, digest: str | None) -> SavedAdapter:
         """What an engine reads in the place of a folder: the folder, fetched if it is missing, or its object.
 
         Waits while the store is unavailable.
         """
         if not self._transfer.through_store:
             return await self.ensure(folder, digest)
-        return object_path(digest or await self._digest_of(folder))
+        return SavedObject(digest or await self._digest_of(folder))
 
     async def link(self, folder: Path, digest: str | None, to: Path) -> str | None:
         """Give a folder's files another name, so that they stay when the folder is deleted. Returns their digest.

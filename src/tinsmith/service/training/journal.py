@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from tinsmith.engine.base import Pass
+from tinsmith.engine.base import Pass, SavedAdapter
 from tinsmith.engine.interface import Engine
 from tinsmith.errors import EngineDied, EngineError, TinsmithError
 from tinsmith.plurals import counted
@@ -99,7 +99,7 @@ class Journal:
             digest = await checkpoints.link(checkpoint, self._root / name)
         return replace(model, captured=name, captured_optimizer=True, captured_digest=digest, covered=seq)
 
-    async def source(self, model: Model) -> Path:
+    async def source(self, model: Model) -> SavedAdapter:
         """What an engine reads a model's captured state from."""
         return await self._copies.source(self.folder(str(model.captured)), model.captured_digest)
 

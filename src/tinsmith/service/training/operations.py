@@ -14,11 +14,10 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from tinsmith.atomic import remove_unfinished
-from tinsmith.engine.base import Pass, PassResult
+from tinsmith.engine.base import Pass, PassResult, SavedAdapter
 from tinsmith.engine.interface import Engine
 from tinsmith.engine.training.shadow_plan import CHECKPOINT
 from tinsmith.errors import BadRequest, EngineDied, EngineError, NotFound, TinsmithError
@@ -149,7 +148,7 @@ class Operations:
 
     async def _fork(self, operation: ForkModel, model: Model, engine: Engine) -> OperationResult:
         """Make a shadow of a checkpoint or of a model in training. No state is captured: a shadow is not restored."""
-        source: str | Path = operation.source
+        source: str | SavedAdapter = operation.source
         if operation.checkpoint:
             checkpoint = self._store.find(Checkpoint, operation.checkpoint)
             if checkpoint is None:

@@ -11,7 +11,6 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -19,7 +18,7 @@ from typing_extensions import override
 
 from tinsmith.engine import autotune
 from tinsmith.engine.adapters.cached_engine import with_objects
-from tinsmith.engine.base import ModelCard, OnDelta, Pass, PassResult, SampleRequest, SampleResult
+from tinsmith.engine.base import ModelCard, OnDelta, Pass, PassResult, SampleRequest, SampleResult, SavedAdapter
 from tinsmith.engine.cluster.config import RankConfig
 from tinsmith.engine.cluster.trainers.ranks import Collectives, Ranks
 from tinsmith.engine.processes.rpc import DelegatingEngine, Method
@@ -64,7 +63,7 @@ class LeadingRank(DelegatingEngine):
         return await self._command(_Command(method.__name__, args, options, frozenset(models)))
 
     @override
-    async def fork(self, model_id: str, source: str | Path, *, optimizer: bool) -> int:
+    async def fork(self, model_id: str, source: str | SavedAdapter, *, optimizer: bool) -> int:
         models = frozenset((model_id, str(source)))
         return await self._command(_Command("fork", (model_id, source), {"optimizer": optimizer}, models))
 
