@@ -15,7 +15,7 @@ from tinsmith.rl.data.countdown import countdown_row
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
+pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(

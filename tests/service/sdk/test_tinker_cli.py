@@ -29,10 +29,13 @@ def pushed() -> Iterator[Hub]:
 
 
 @pytest.fixture(scope="module")
-def cli(served: Served, pushed: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tinker]:
+def cli(
+    served: Served, pushed: Hub, forked_programs: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Tinker]:
     home = str(tmp_path_factory.mktemp("home"))
     places = {"TINKER_BASE_URL": served.url, "TINKER_API_KEY": served.key, "HOME": home}
-    with tinker_command(**places, HF_ENDPOINT=pushed.url, HF_TOKEN="hf_x", HF_HUB_OFFLINE="0", COLUMNS="200") as call:
+    hub = {"HF_ENDPOINT": pushed.url, "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0"}  # read when they are imported
+    with tinker_command(forked_programs, **places, **hub, COLUMNS="200") as call:
         yield call
 
 

@@ -51,10 +51,10 @@ class Tinker:
 
 
 @contextmanager
-def tinker_command(**environment: str) -> Iterator[Tinker]:
-    """Run the server process with these environment variables."""
+def tinker_command(python: str = "", **environment: str) -> Iterator[Tinker]:
+    """Run the server process with these environment variables, by a Python other than this one if it is given."""
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__],
+        [python or sys.executable, "-m", __name__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
