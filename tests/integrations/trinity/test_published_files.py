@@ -17,7 +17,7 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.sources import Hub
 from tinsmith.settings import parse_file
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
 ROOT = Path(__file__).parents[3]
 SHORT = ("groups_per_step=2", "group_size=2", "sampling.max_tokens=4", "sampling.max_prompt_tokens=4000")
