@@ -122,7 +122,12 @@ def _sections(kinds: list[Kind], places: Mapping[Kind, list[str]], page: str) ->
 def _bases(kind: Kind) -> list[Kind]:
     """Base classes with keys of their own, the nearest first."""
     parents = [base for base in kind.__mro__[1:] if issubclass(base, Settings) and base is not Settings]
-    return [base for base in parents if base.model_fields and not base.__name__.startswith("_")]
+    return [base for base in parents if _adds_keys(base) and not base.__name__.startswith("_")]
+
+
+def _adds_keys(kind: Kind) -> bool:
+    """Whether the class has keys that its base class does not have."""
+    return any(name in vars(kind).get("__annotations__", {}) for name in kind.model_fields)
 
 
 def _section(kind: Kind, kinds: list[Kind], places: Mapping[Kind, list[str]], page: str) -> str:

@@ -32,7 +32,7 @@ from tinsmith.rl.record.monitors.jsonl import JsonlMonitor
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.run.folder import RunFolder
-from tinsmith.rl.run.parts import RunData, check_images, eval_workflow_maker, folder_path
+from tinsmith.rl.run.parts import RunData, check_images, eval_workflow_maker, folder_path, open_environments
 from tinsmith.rl.run.state import read_state
 
 
@@ -64,15 +64,15 @@ async def bench(
     settings = config.model_dump(mode="json")
     with closing(RunFolder.open(folder_path(config), settings, resume=config.resume is True, part=BENCH)) as folder:
         layout = folder.layout.part(BENCH)
-        data = RunData(config)
-        resources = RolloutResources()
+        data, resources = RunData(config), RolloutResources()
         runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
-        evaluator = Evaluator(config.eval, data.tasks[1], eval_workflow_maker(config, resources), config.seed, runner)
         await check_images(data, models := await connect())
         jsonl = JsonlMonitor(RunInfo(name=config.name, folder=layout.path, steps=len(names), decode=models.chat.decode))
         models.on_outage(runner.requests.suspend)
         stop.begin("the comparison stops after this model")
         try:
+            await open_environments(config, None, resources)
+            evaluator = _evaluator(config, data, resources, runner)
             for number, name in enumerate(names, 1):
                 with console.status(f"{number} of {len(names)}: {name}"):
                     model = await models.open_model(name)
@@ -109,6 +109,10 @@ def checkpoint_names(config: RunConfig, path: Path) -> list[str]:
             "There is no model to compare.", "Set bench.checkpoints to tinker:// paths, or bench.base to true."
         )
     return names
+
+
+def _evaluator(config: RunConfig, data: RunData, resources: RolloutResources, runner: RolloutRunner) -> Evaluator:
+    return Evaluator(config.eval, data.tasks[1], eval_workflow_maker(config, resources), config.seed, runner)
 
 
 def _write(file: Path, rows: Sequence[Mapping[str, float | str]]) -> None:

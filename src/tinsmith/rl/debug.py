@@ -20,7 +20,7 @@ from tinsmith.rl.policy.request_limit import RequestLimit
 from tinsmith.rl.policy.sampling import request_seed
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
-from tinsmith.rl.run.parts import Connect, RunData, training_workflow, with_shadow
+from tinsmith.rl.run.parts import Connect, RunData, open_environments, training_workflow
 from tinsmith.rl.types import POLICY, Group, Rollout, Turn
 
 _SHOWN = 12
@@ -53,8 +53,9 @@ async def debug_rollout(config: RunConfig, connect: Connect) -> DebugRollout:
     (task,) = task_sampler.draw(1)
     drawn = time.perf_counter()
     policy = await connect("", 0)
-    resources = await with_shadow(config, policy, RolloutResources())
+    resources = RolloutResources()
     try:
+        await open_environments(config, policy, resources)
         snapshot = await policy.snapshot()
         connected = time.perf_counter()
         workflow = training_workflow(config, resources)

@@ -15,12 +15,12 @@ from tinsmith.rl.data.tasks import HeldOutTasks
 from tinsmith.rl.policy.sampling import SamplingConfig, Snapshot, request_seed
 from tinsmith.rl.policy.training_rows import count_policy_tokens
 from tinsmith.rl.record.metrics import is_right, pass_at, reward_metrics, role_metrics, workflow_metrics
-from tinsmith.rl.rewards import Reward, RewardConfig, Rewards
+from tinsmith.rl.rewards import RewardConfig, Rewards
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.types import Group, Task, Turn
 from tinsmith.rl.workflows import WorkflowConfig
 from tinsmith.rl.workflows.base import Workflow, score_turns
-from tinsmith.settings import Needs, Settings, changed_keys
+from tinsmith.settings import Needs, Settings
 
 _EVALUATION = 1
 """Separates the sampling seeds of an evaluation from those of training."""
@@ -88,13 +88,6 @@ class EvalConfig(Settings):
                     "num_samples above 1 needs a temperature and a top_p above 0, because greedy answers are identical"
                 )
         return self
-
-    def check_threshold(self, rewards: Sequence[Reward]) -> None:
-        """Raise ValueError for a threshold that no rollout is compared with. `rewards` are those of the run."""
-        scored = [settings.rewards or rewards for settings in (self, *map(self.of_source, self.sources))]
-        if "threshold" in changed_keys(self) and all(any(each.says_correct for each in row) for row in scored):
-            says = next(each.title for each in scored[0] if each.says_correct)
-            raise ValueError(f"eval.threshold is not used: the reward {says} says what is right; leave out threshold")
 
     def of_source(self, name: str) -> EvalConfig:
         """The settings of the source `name` of held-out tasks."""

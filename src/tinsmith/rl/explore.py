@@ -37,6 +37,7 @@ from tinsmith.rl.run.parts import (
     RunData,
     check_images,
     folder_path,
+    open_environments,
     resolve_steps,
     sampling_plan,
     training_workflow,
@@ -84,6 +85,7 @@ async def explore(
         run_monitors = monitors.build(config.monitors, info, console)
         resources = RolloutResources()
         try:
+            await open_environments(config, None, resources)
             notes = CoordinationNotes(buffer, config.sampler)
             draws = SharedDraws(buffer, data.tasks[0], config.sampler, config.groups_per_step, config.seed)
             exploration = _Exploration(config, buffer, notes, draws, models, run_monitors, resources)

@@ -68,7 +68,7 @@ def read(*environments, **changes) -> RunConfig:
             "eval.sources.add.workflow is not used with environments",
         ),
         ((ADD,), {"eval": {"baseline": 3}}, "eval.baseline is not used with environments"),
-        ((ADD,), {"eval": {"threshold": 0.5}}, "the rewards of every environment say what is right"),
+        ((ADD,), {"eval": {"threshold": 0.5}}, "the reward number says what is right"),
         ((ADD,), {"eval": {"sources": {"sub": {"max_tokens": 3}}}}, "eval.sources.sub: no environment with held-out"),
         (({**ADD, "held_out": 0},), {"eval": {"every": 3}}, "eval needs held-out tasks; set held_out of an environ"),
         (({**ADD, "train": None},), {}, "train is missing; set train, or set weight to 0"),
@@ -103,11 +103,11 @@ def test_settings_survive_their_record_in_run_yaml():
 
 def test_custom_environment_has_the_defaults_of_its_class():
     custom = CustomEnvironment.model_validate({"path": Checking, "args": {"label": "yes"}})
-    assert (custom.title, custom.held_out, custom.weight) == ("Checking", 5, 1.0)
-    _, held_out = custom.split(0, train=False)
+    assert (custom.resolved.title, custom.held_out, custom.weight) == ("Checking", 5, 1.0)
+    _, held_out = custom.resolved.split(0, train=False)
     assert len(held_out) == 5
     named = CustomEnvironment.model_validate({"path": Checking, "name": "n", "held_out": 3, "args": {"label": "yes"}})
-    assert (named.title, len(named.split(0, train=False)[1])) == ("n", 3)
+    assert (named.resolved.title, len(named.resolved.split(0, train=False)[1])) == ("n", 3)
 
 
 def test_sampling_overrides_keys_of_the_run():

@@ -6,19 +6,24 @@ import asyncio
 import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from pydantic import Field
 from rich.console import Console
 
+from tests.rl.environments.plugins.checking_environment import Checking
 from tests.rl.environments.test_mixture import checking, mixture
-from tests.rl.scripted_run import REPLIES, Killed, breaking, rows, run, scripted
+from tests.rl.scripted_run import REPLIES, Killed, breaking, rows, run, scripted, settings
 from tests.rl.test_bench import compared
 from tests.rl.test_debug import shown
+from tinsmith.rl.environments.base import OpeningRun
 from tinsmith.rl.explore import explore
 from tinsmith.rl.rollouts import coordination
+from tinsmith.rl.rollouts.runner import Oversampling
 from tinsmith.rl.run.loop import train
 from tinsmith.rl.run.state import read_state
+from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 from tinsmith.testing import ScriptedPolicy
 
 ENVIRONMENTS = [checking("yes", weight=0.6), checking("no", weight=0.4), checking("perhaps", weight=0)]
@@ -148,3 +153,71 @@ def test_stage_without_rollouts_evaluates_the_environments(tmp_path):
 def test_epochs_count_passes_over_a_single_environment(tmp_path):
     config = mixture(tmp_path, ENVIRONMENTS[::2], steps=0, epochs=1)
     assert run(config).step == 25 // 3
+
+
+class Counter:
+    """A resource that counts the rollouts since the last metrics."""
+
+    def __init__(self) -> None:
+        self.rollouts, self.closed = 0, False
+
+    def metrics(self) -> dict[str, float]:
+        count, self.rollouts = self.rollouts, 0
+        return {"counter/rollouts": count}
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Opening(Checking):
+    """Opens a counter of its rollouts."""
+
+    label: str = "yes"
+    sampling: dict[str, Any] = Field(default_factory=lambda: {"max_tokens": 7, "temperature": 0.97})
+
+    async def open(self, run: OpeningRun) -> None:
+        OPENED.append((run.policy is not None, run.resources.setdefault("counter", Counter())))
+
+    def make(self, context: WorkflowContext) -> Workflow:
+        context.resources["counter"].rollouts += 1
+        return super().make(context)
+
+
+class OpeningOfPolicy(Opening):
+    """Opens only where a policy is in training."""
+
+    needs_policy = True
+
+
+OPENED: list[tuple[bool, Any]] = []
+
+
+def test_environment_opens_its_resources_once_in_each_mode(tmp_path):
+    entries = [{"type": "custom", "path": Opening, "name": "opening"}, checking("no")]
+    OPENED.clear()
+    run(mixture(tmp_path, entries, steps=2))
+    compared(mixture(tmp_path, entries, mode="bench"), tmp_path / "run")
+    shown(mixture(tmp_path, entries), scripted(tmp_path / "run"))
+    assert [has_policy for has_policy, _ in OPENED] == [True, False, True]
+    assert all(counter.closed for _, counter in OPENED)
+    assert [row["counter/rollouts"] for row in rows(tmp_path / "run") if "reward/mean" in row] == [2, 0]
+
+
+@pytest.mark.parametrize("mode", ["explore", "bench"])
+def test_mode_without_policy_refuses_environment_that_needs_it(tmp_path, mode):
+    entry = {"type": "custom", "path": OpeningOfPolicy, "name": "opening"}
+    with pytest.raises(ValueError, match=f"mode {mode} has no policy in training, which environment opening needs"):
+        mixture(tmp_path, [entry], mode=mode, buffer={"type": "file"})
+
+
+def test_section_that_no_type_adds_is_refused(tmp_path):
+    class Shared(Opening):
+        sections: ClassVar[Any] = {"rooms": Oversampling}
+
+    with pytest.raises(ValueError, match="there is no section rooms"):
+        mixture(tmp_path, [{"type": "custom", "path": Shared, "name": "shared"}])
+
+
+def test_environment_is_no_workflow(tmp_path):
+    with pytest.raises(ValueError, match="is an environment, with tasks of its own; list it in environments"):
+        settings(tmp_path, workflow={"type": "custom", "path": Opening})

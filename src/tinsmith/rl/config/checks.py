@@ -5,8 +5,10 @@ from __future__ import annotations
 from tinsmith.plurals import counted
 from tinsmith.rl.algorithms.advantages.group import GrpoAdvantage
 from tinsmith.rl.algorithms.advantages.multi_turn import StepWiseGrpoAdvantage
-from tinsmith.rl.config.environment_checks import check_environments, check_shadow
+from tinsmith.rl.config.environment_checks import check_environments, check_sections
 from tinsmith.rl.config.fields import RunSettings
+from tinsmith.rl.environments.tasks import TasksEnvironment
+from tinsmith.settings import changed_keys
 
 _HIGH_STALENESS = 8
 """Staleness above which a run file must say that it means it."""
@@ -16,16 +18,11 @@ def _check_data(config: RunSettings) -> None:
     if config.stages or config.mode == "bench":
         return
     kind, learns_from = config.algorithm.type, config.algorithm.learns_from
-    if config.samples and not config.has_training_tasks:
+    if config.samples and not config.trained:
+        lacking, fix = "tasks.train is missing", "set tasks.train"
         if config.environments:
-            raise ValueError(f"every environment has weight 0: {kind} trains on replies to tasks; set a weight above 0")
-        raise ValueError(f"tasks.train is missing: {kind} trains on replies to tasks; set tasks.train")
-    if (
-        config.samples
-        and config.algorithm.advantage.reads_rewards
-        and not (config.environments or config.rewards or config.workflow.provides_rewards)
-    ):
-        raise ValueError("rewards is missing: no reward function scores the rollouts; set rewards")
+            lacking, fix = "every environment has weight 0", "set a weight above 0"
+        raise ValueError(f"{lacking}: {kind} trains on replies to tasks; {fix}")
     if learns_from != "rollouts" and config.demonstrations is None:
         raise ValueError(f"demonstrations is missing: {kind} trains on demonstrations; set demonstrations.data")
     if learns_from == "rollouts" and config.demonstrations is not None:
@@ -43,7 +40,7 @@ def _check_steps(config: RunSettings) -> None:
         return
     if not config.steps and config.epochs is None and config.mode != "bench":
         raise ValueError("steps is missing; set steps or epochs")
-    if config.mode == "train" and config.uses_rollouts and not config.has_training_tasks and not config.steps:
+    if config.mode == "train" and config.uses_rollouts and not config.trained and not config.steps:
         raise ValueError(
             "steps is missing: epochs count passes over tasks, and this run of mode train has none; set steps"
         )
@@ -65,13 +62,6 @@ def _check_refills(config: RunSettings) -> None:
         raise ValueError(
             "filter_refills is not used without filters; set filters or min_partial_groups, or leave it out"
         )
-
-
-def _check_sampling(config: RunSettings) -> None:
-    if config.stages or not config.samples or config.environments:
-        return
-    if fault := config.algorithm.sampling_fault(config.sampling):
-        raise ValueError(fault)
 
 
 def _check_router_replay(config: RunSettings) -> None:
@@ -98,11 +88,6 @@ def _check_groups(config: RunSettings) -> None:
         and advantage.std_threshold is not None
     ):
         raise ValueError("group_size 1 leaves no rollouts to compare; set it to 2 or more, or use a critic (ppo)")
-    if config.samples and advantage.reads_states and not (config.environments or config.workflow.provides_states):
-        raise ValueError(
-            f"{advantage.type} compares turns by state, and workflow {config.workflow.type} sets none; use "
-            "multi_turn or custom, or algorithm.advantage {type: step_wise_grpo}, which compares whole rollouts"
-        )
 
 
 def _check_updates(config: RunSettings) -> None:
@@ -192,27 +177,28 @@ def _check_evaluation(config: RunSettings) -> None:
     if config.stages:
         return
     has_settings = bool(config.eval.model_fields_set)
-    if has_settings and config.holds_out and not config.evaluates:
+    if has_settings and config.evaluated and not config.evaluates:
         raise ValueError("eval needs rewards; set rewards or eval.rewards")
-    if has_settings and not config.holds_out:
+    if has_settings and not config.evaluated:
         key = "held_out of an environment" if config.environments else "tasks.held_out or tasks.eval"
         raise ValueError(f"eval needs held-out tasks; set {key}, or leave out eval")
-    if config.environments:
-        return
-    names = config.tasks.eval if isinstance(config.tasks.eval, dict) else {}
-    if unknown := sorted(config.eval.sources.keys() - names.keys()):
-        raise ValueError(f"eval.sources.{unknown[0]}: tasks.eval has no source with this name")
-    config.eval.check_threshold(config.rewards)
+    if unknown := sorted(config.eval.sources.keys() - (config.evaluated.keys() - {""})):
+        owner = "no environment with held-out tasks has" if config.environments else "tasks.eval has no source with"
+        raise ValueError(f"eval.sources.{unknown[0]}: {owner} this name")
+    if "threshold" in changed_keys(config.eval) and all(each.says_correct for each in config.evaluated.values()):
+        rewards = [each.rewards for each in config.evaluated.values() if isinstance(each, TasksEnvironment)]
+        say = next((f"the reward {each.title} says" for row in rewards for each in row if each.says_correct), "")
+        say = say or "the rewards of every environment say"
+        raise ValueError(f"eval.threshold is not used: {say} what is right; leave out threshold")
 
 
 CHECKS = (
     check_environments,
-    check_shadow,
+    check_sections,
     _check_data,
     _check_steps,
     _check_staleness,
     _check_refills,
-    _check_sampling,
     _check_router_replay,
     _check_reference,
     _check_groups,

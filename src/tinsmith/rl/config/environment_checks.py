@@ -16,36 +16,44 @@ _PER_ENVIRONMENT = ("workflow", "rewards")
 """Keys of `eval` that each environment has itself."""
 
 
-def check_shadow(config: RunSettings) -> None:
-    """Raise ValueError unless shadow steps are used, and can be taken."""
+def check_sections(config: RunSettings) -> None:
+    """Raise ValueError unless environments use the sections that they share, and this mode has what they need."""
     if config.stages:
         return
-    if "shadow" not in config.services:
-        if changed_keys(config.shadow):
-            raise ValueError("shadow is not used: no environment of this run needs it; leave it out")
-        return
-    if config.mode in ("explore", "bench"):
+    environments = config.all_environments
+    used = {key for each in environments for key in each.sections}
+    if unknown := sorted(used - config.sections.keys()):
         raise ValueError(
-            f"mode {config.mode} has no policy in training, so no shadow steps; set mode to both, or leave out the "
-            "environments that need them"
+            f"there is no section {unknown[0]}, which an environment of this run shares; only a type of an installed "
+            "package can add one: use a field of the environment"
+        )
+    if unused := [key for key in changed_keys(config) if key in config.sections and key not in used]:
+        raise ValueError(f"{unused[0]} is not used: no environment of this run needs it; leave it out")
+    needing = [each.title for each in environments if each.needs_policy]
+    if needing and config.mode in ("explore", "bench"):
+        raise ValueError(
+            f"mode {config.mode} has no policy in training, which environment {needing[0]} needs; set mode to both, or "
+            "leave the environment out"
         )
 
 
 def check_environments(config: RunSettings) -> None:
     """Raise ValueError unless the environments fit each other and the other sections of the run."""
-    if config.stages or not config.environments:
+    if config.stages:
         return
+    if config.environments:
+        _check_list(config)
+    _check_training(config)
+    if config.environments:
+        _check_evaluation(config)
+
+
+def _check_list(config: RunSettings) -> None:
     if unused := [key for key in ("tasks", "workflow", "rewards") if key in changed_keys(config)]:
         raise ValueError(
             f"{unused[0]} is not used with environments, which have their own; move it into one of type tasks"
         )
-    _check_names(config)
-    _check_training(config)
-    _check_evaluation(config)
-
-
-def _check_names(config: RunSettings) -> None:
-    titles = [each.title for each in config.environments]
+    titles = [each.title for each in config.all_environments]
     if twice := [title for title, count in Counter(titles).items() if count > 1]:
         raise ValueError(f"two environments are called {twice[0]}; give each a name of its own")
     for title in titles:
@@ -57,21 +65,24 @@ def _check_names(config: RunSettings) -> None:
 
 
 def _check_training(config: RunSettings) -> None:
-    if not config.uses_rollouts or config.mode == "bench":
+    if not config.trains_on_tasks:
         return
     if config.epochs is not None and len(config.trained) > 1:
         raise ValueError("epochs is not used with several environments, which differ in size; set steps")
     advantage = config.algorithm.advantage
     for each in config.trained if config.samples else ():
+        place = f"environment {each.title}: " if each.title else ""
         if advantage.reads_rewards and not each.provides_rewards:
-            raise ValueError(f"environment {each.title}: no reward function scores the rollouts; set its rewards")
+            lacking, fix = (place, "its rewards") if place else ("rewards is missing: ", "rewards")
+            raise ValueError(f"{lacking}no reward function scores the rollouts; set {fix}")
         if advantage.reads_states and not each.provides_states:
+            owner = "this environment" if place else f"workflow {config.workflow.type}"
             raise ValueError(
-                f"environment {each.title}: {advantage.type} compares turns by state, and this environment sets none; "
-                "use algorithm.advantage {type: step_wise_grpo}, which compares whole rollouts"
+                f"{place}{advantage.type} compares turns by state, and {owner} sets none; use multi_turn or custom, or "
+                "algorithm.advantage {type: step_wise_grpo}, which compares whole rollouts"
             )
         if fault := config.algorithm.sampling_fault(each.sampling_of(config.sampling)):
-            raise ValueError(f"environment {each.title}: {fault}")
+            raise ValueError(f"{place}{fault}")
 
 
 def _check_evaluation(config: RunSettings) -> None:
@@ -87,19 +98,11 @@ def _check_evaluation(config: RunSettings) -> None:
                 f"{place}.{unused[0]} is not used with environments, which have their own; to evaluate differently, "
                 "add an environment with weight 0"
             )
-    evaluated = [each for each in config.environments if each.evaluates]
-    if unknown := sorted(settings.sources.keys() - {each.title for each in evaluated}):
-        raise ValueError(f"eval.sources.{unknown[0]}: no environment with held-out tasks has this name")
-    for each in config.environments:
+    for each in config.all_environments:
         if not each.weight:
             _check_only_evaluated(each, settings)
-    for each in evaluated:
-        if not each.provides_rewards:
+        if each.evaluates and not each.provides_rewards:
             raise ValueError(f"environment {each.title}: no reward function scores the answers; set its rewards")
-    if "threshold" in changed_keys(settings) and evaluated and all(each.says_correct for each in evaluated):
-        raise ValueError(
-            "eval.threshold is not used: the rewards of every environment say what is right; leave out threshold"
-        )
 
 
 def _check_only_evaluated(environment: EnvironmentOptions, settings: EvalConfig) -> None:

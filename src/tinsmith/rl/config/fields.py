@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, field_validator
@@ -16,7 +17,8 @@ from tinsmith.rl.data.tasks import TasksConfig
 from tinsmith.rl.ending.duration import Duration
 from tinsmith.rl.ending.until import UntilConfig
 from tinsmith.rl.environments.base import EnvironmentOptions
-from tinsmith.rl.environments.registry import EnvironmentConfig
+from tinsmith.rl.environments.registry import SECTIONS, EnvironmentConfig
+from tinsmith.rl.environments.tasks import TopLevelEnvironment
 from tinsmith.rl.evaluate import BenchConfig, EvalConfig
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.models import ModelConfig
@@ -31,7 +33,6 @@ from tinsmith.rl.rollouts.buffers.memory import MemoryConfig
 from tinsmith.rl.rollouts.filters import FilterConfig
 from tinsmith.rl.rollouts.runner import RolloutConfig
 from tinsmith.rl.rollouts.weight_sync import SyncConfig
-from tinsmith.rl.shadow.config import ShadowConfig
 from tinsmith.rl.workflows import WorkflowConfig
 from tinsmith.rl.workflows.single_turn import SingleTurnConfig
 from tinsmith.settings import Needs, Settings
@@ -143,7 +144,6 @@ class RunSettings(Settings):
     workflow: WorkflowConfig = SingleTurnConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    shadow: ShadowConfig = ShadowConfig()
     updates: Annotated[
         UpdatesConfig,
         Needs(
@@ -188,58 +188,52 @@ class RunSettings(Settings):
         return self.algorithm.learns_from in ("rollouts", "both")
 
     @property
+    def trains_on_tasks(self) -> bool:
+        """Whether training tasks are drawn, by this process or another one of the run."""
+        return self.uses_rollouts and self.mode != "bench"
+
+    @property
     def samples(self) -> bool:
         """Whether this process samples training rollouts."""
         return self.uses_rollouts and self.mode in ("both", "explore")
 
     @property
-    def trained(self) -> tuple[EnvironmentOptions, ...]:
-        """Environments to train on: those with a weight."""
-        return tuple(each for each in self.environments if each.weight)
+    def all_environments(self) -> tuple[EnvironmentOptions, ...]:
+        """The environments of the run: those listed, or one of the top-level tasks, workflow and rewards."""
+        listed = tuple(entry.resolved for entry in self.environments)
+        return listed or (TopLevelEnvironment.of(self.tasks, self.workflow, self.rewards),)
 
     @property
-    def services(self) -> frozenset[str]:
-        """Services of the run that its environments use."""
-        return frozenset(service for each in self.environments for service in each.services)
+    def trained(self) -> tuple[EnvironmentOptions, ...]:
+        """Environments to train on: those with a weight."""
+        return tuple(each for each in self.all_environments if each.weight)
 
     @property
     def active_backoff(self) -> BackoffConfig | None:
         """The bounds of backing off; None if the run never does."""
         if self.backoff != "auto":
             return self.backoff
-        samplings = [each.sampling_of(self.sampling) for each in self.trained] or [self.sampling]
+        samplings = [each.sampling_of(self.sampling) for each in self.trained]
         exact = all(sampling.temperature == 1 and not sampling.restricts for sampling in samplings)
         admits = self.mode == "both" and self.sync.style == "fixed" and self.staleness > 0
         return BackoffConfig() if exact and admits and self.algorithm.learns_from == "rollouts" else None
 
     @property
-    def shadow_versions(self) -> int:
-        """How many older versions of the policy shadow steps may start from."""
-        if self.shadow.older_versions is not None:
-            return self.shadow.older_versions
-        return self.staleness if self.sync.style == "fixed" else 4
+    def sections(self) -> Mapping[str, Settings]:
+        """Sections that environments share, by key."""
+        return {name: value for name, value in self if name in SECTIONS}
 
     @property
-    def has_training_tasks(self) -> bool:
-        """Whether there are training tasks."""
-        return bool(self.tasks.sources or self.trained)
-
-    @property
-    def holds_out(self) -> bool:
-        """Whether there are held-out tasks."""
-        return any(each.evaluates for each in self.environments) if self.environments else self.tasks.evaluates
+    def evaluated(self) -> Mapping[str, EnvironmentOptions]:
+        """The environment of each set of held-out tasks, as it evaluates them, by the name of the set."""
+        parts = [(each.title or source, each) for each in self.all_environments for source in each.held_out_sources]
+        settings = {name: self.eval.of_source(name) for name, _ in parts}
+        return {name: each.evaluated_with(settings[name].workflow, settings[name].rewards) for name, each in parts}
 
     @property
     def evaluates(self) -> bool:
         """Whether there are held-out tasks and rewards for all of them."""
-        if self.environments:
-            return self.holds_out
-        names = self.tasks.eval if isinstance(self.tasks.eval, dict) else {"": None}
-        have_rewards = all(
-            settings.rewards or self.rewards or (settings.workflow or self.workflow).provides_rewards
-            for settings in map(self.eval.of_source, names)
-        )
-        return self.tasks.evaluates and have_rewards
+        return bool(self.evaluated) and all(each.provides_rewards for each in self.evaluated.values())
 
     @property
     def shares_a_run(self) -> bool:

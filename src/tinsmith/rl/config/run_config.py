@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import model_validator
+from pydantic import create_model, model_validator
 from typing_extensions import override
 
 from tinsmith.errors import ConfigError
@@ -24,6 +24,7 @@ from tinsmith.rl.algorithms.config import DATA_ONLY
 from tinsmith.rl.config import other_names
 from tinsmith.rl.config.checks import CHECKS
 from tinsmith.rl.config.fields import ROLLOUTS, RunSettings, Stage
+from tinsmith.rl.environments.registry import SECTIONS
 from tinsmith.rl.record.layout import Layout
 from tinsmith.settings import build, explicit_values, paths
 
@@ -68,7 +69,15 @@ def _own_names(values: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
-class RunConfig(RunSettings):
+if TYPE_CHECKING:
+    SettingsWithSections = RunSettings
+else:
+    SettingsWithSections = create_model(
+        "SettingsWithSections", __base__=RunSettings, **{name: (kind, kind()) for name, kind in SECTIONS.items()}
+    )
+
+
+class RunConfig(SettingsWithSections):
     """The settings of a run."""
 
     @classmethod

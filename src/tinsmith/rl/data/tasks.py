@@ -7,7 +7,7 @@ proportion to their sizes, in an order drawn for each epoch; within a source, `o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -228,29 +228,28 @@ class SourceSampler(TaskSampler):
         return number, epoch * self._sources[number].rows + int(self._epoch[2][place])
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedSource:
+    """Tasks of one source, and its numbers by the name of a field, which an order may sort by."""
+
+    tasks: Sequence[Task]
+    feature: Callable[[str], np.ndarray]
+
+
 def split(config: TasksConfig, seed: int) -> tuple[TaskSampler, HeldOutTasks]:
     """Sampler of training tasks, and the held-out tasks. Raises ConfigError if no training tasks are left."""
-    loaded = _with_unique_ids([source.load() for source in config.sources])
-    total = sum(map(len, loaded))
-    rows, held_out = np.arange(total), _eval_tasks(config)
-    begins = np.cumsum([0, *map(len, loaded)])
-    if config.eval is None and loaded:
-        held_rows, rows = split_rows(total, count_held_out(config.held_out, total), config.split_seed)
-        tasks = _joined(loaded)
-        held_out = {"": tuple(tasks[int(row)] for row in held_rows)}
+    tasks = _with_unique_ids([source.load() for source in config.sources])
+    loaded = [LoadedSource(each, source.feature) for each, source in zip(tasks, config.sources, strict=True)]
+    total = sum(map(len, tasks))
+    count = count_held_out(config.held_out, total) if loaded and config.eval is None else 0
+    own, rows = hold_out(loaded, count, config.split_seed)
+    held_out = {"": own} if loaded and config.eval is None else _eval_tasks(config)
     if loaded and not len(rows):
         raise ConfigError(
             f"tasks.train has {counted(total, 'task')}; {config.held_out} held out leave none to train on.",
             "Set tasks.held_out lower, leave it out for a tenth of the tasks, or give tasks.eval.",
         )
-    sources = []
-    for number, (source, tasks) in enumerate(zip(config.sources, loaded, strict=True)):
-        source_rows = rows[(rows >= begins[number]) & (rows < begins[number + 1])] - begins[number]
-        if len(source_rows):
-            order_seed = (seed, number) if number else (seed,)
-            row_order = config.order.row_order(source_rows, source.feature, order_seed)
-            sources.append(SampledSource(tasks, row_order, len(source_rows)))
-    return SourceSampler(sources, held_out, seed), held_out
+    return task_sampler(loaded, rows, config.order, held_out, seed), held_out
 
 
 def count_held_out(held_out: int | None, total: int) -> int:
@@ -258,10 +257,25 @@ def count_held_out(held_out: int | None, total: int) -> int:
     return held_out if held_out is not None else min(DEFAULT_HELD_OUT, -(-total // 10), max(0, total - 1))
 
 
-def split_rows(total: int, held_out: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """`held_out` rows drawn from `total`, and all other rows in their order."""
-    shuffled = np.random.default_rng(seed).permutation(total)
-    return shuffled[:held_out], np.sort(shuffled[held_out:])
+def hold_out(loaded: Sequence[LoadedSource], count: int, seed: int) -> tuple[tuple[Task, ...], np.ndarray]:
+    """`count` tasks drawn from those of all sources, and the rows of all other tasks in their order."""
+    tasks = _joined([source.tasks for source in loaded])
+    shuffled = np.random.default_rng(seed).permutation(len(tasks))
+    return tuple(tasks[int(row)] for row in shuffled[:count]), np.sort(shuffled[count:])
+
+
+def task_sampler(
+    loaded: Sequence[LoadedSource], rows: np.ndarray, order: OrderConfig, held_out: HeldOutTasks, seed: int
+) -> SourceSampler:
+    """Sampler of the tasks at these rows of all sources."""
+    begins = np.cumsum([0, *(len(source.tasks) for source in loaded)])
+    sources = []
+    for number, source in enumerate(loaded):
+        own = rows[(rows >= begins[number]) & (rows < begins[number + 1])] - begins[number]
+        if len(own):
+            row_order = order.row_order(own, source.feature, (seed, number) if number else (seed,))
+            sources.append(SampledSource(source.tasks, row_order, len(own)))
+    return SourceSampler(sources, held_out, seed)
 
 
 def training_tasks(config: TasksConfig) -> Sequence[Task]:

@@ -3,33 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field, ValidationError, field_validator
+from typing_extensions import override
 
 from tinsmith.errors import ConfigError
 from tinsmith.plurals import counted
 from tinsmith.rl.data.ordering import OrderConfig, Shuffle
 from tinsmith.rl.data.tasks import (
     DEFAULT_HELD_OUT,
-    SampledSource,
-    SourceSampler,
+    HeldOutTasks,
+    LoadedSource,
     TaskSampler,
     count_held_out,
-    split_rows,
+    hold_out,
+    task_sampler,
 )
 from tinsmith.rl.policy.sampling import SamplingConfig
+from tinsmith.rl.policy.trainer import Trainer
+from tinsmith.rl.rewards import Reward
+from tinsmith.rl.rollouts.resources import Resource
 from tinsmith.rl.types import Task
-from tinsmith.rl.workflows.base import Workflow, WorkflowContext
+from tinsmith.rl.workflows.base import WorkflowOptions
 from tinsmith.settings import Settings, did_you_mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpeningRun:
+    """The run in which an environment opens its resources."""
+
+    policy: Trainer | None
+    """The policy in training; None in modes explore and bench, where it is in another process or nowhere."""
+    sections: Mapping[str, Settings]
+    """Sections of the run file that environments share, by key."""
+    staleness: int | None
+    """Largest number of versions that rollouts may be older than the policy; None: it is not known."""
+    resources: dict[str, Resource]
+    """What environments have opened so far, by name. What is added here is closed as the run ends."""
+
 
 _SPLIT_SEED = 0
 """Seed of the split of held-out tasks: runs with different seeds share them."""
 
 
-class EnvironmentOptions(Settings):
-    """Base class of environments. A subclass implements `tasks` and `make`; its fields are settings of the run file.
+class EnvironmentOptions(WorkflowOptions):
+    """Base class of environments: a workflow with its tasks. A subclass implements `tasks` and `make`; its fields are
+    settings of the run file.
 
     Example:
 
@@ -44,8 +66,11 @@ class EnvironmentOptions(Settings):
                 return ParityWorkflow(context.sampling)
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
-    """Services of the run that environments of the class use, such as `shadow`."""
+    has_tasks: ClassVar[bool] = True
+    sections: ClassVar[Mapping[str, type[Settings]]] = {}
+    """Sections of the run file that environments of the class share, by key, such as `shadow`."""
+    needs_policy: ClassVar[bool] = False
+    """Whether `open` uses the policy in training, which there is not in modes explore and bench."""
 
     name: str = ""
     """Name of the environment, in metrics and messages. Empty: its type or id."""
@@ -64,15 +89,15 @@ class EnvironmentOptions(Settings):
         return sampling
 
     @property
-    def title(self) -> str:
-        """The name of the environment."""
-        kind = type(self).model_fields.get("type")
-        return self.name or (str(kind.default) if kind else type(self).__name__)
+    def resolved(self) -> EnvironmentOptions:
+        """The environment of this entry of a run file."""
+        return self
 
     @property
-    def services(self) -> frozenset[str]:
-        """Services of the run that the environment uses."""
-        return self.needs
+    def title(self) -> str:
+        """The name of the environment; empty for the top-level tasks of a run file."""
+        kind = type(self).model_fields.get("type")
+        return self.name or (str(kind.default) if kind else type(self).__name__)
 
     @property
     def evaluates(self) -> bool:
@@ -80,18 +105,23 @@ class EnvironmentOptions(Settings):
         return self.held_out != 0
 
     @property
+    def held_out_sources(self) -> tuple[str, ...]:
+        """Names of the sets of held-out tasks; a single set has none."""
+        return ("",) if self.evaluates else ()
+
+    @property
     def most_held_out(self) -> int:
         """Largest number of held-out tasks."""
         return DEFAULT_HELD_OUT if self.held_out is None else self.held_out
 
     @property
+    @override
     def provides_rewards(self) -> bool:
-        """Whether rollouts have a reward."""
         return True
 
     @property
+    @override
     def provides_states(self) -> bool:
-        """Whether turns may have states, which some advantages compare."""
         return False
 
     @property
@@ -111,33 +141,39 @@ class EnvironmentOptions(Settings):
         """Order of the training tasks."""
         return Shuffle()
 
-    def make(self, context: WorkflowContext) -> Workflow:
-        """Create the workflow of the tasks, which gives the rewards too; `context` has the environment's sampling."""
-        raise NotImplementedError
+    async def open(self, run: OpeningRun) -> None:
+        """Open what the rollouts use and add it to `run.resources`, once in a run; `make` finds it in
+        `context.resources`."""
+
+    def evaluated_with(self, workflow: WorkflowOptions | None, rewards: Sequence[Reward]) -> EnvironmentOptions:
+        """The environment with the workflow and the rewards of an evaluation, which only type `tasks` may have."""
+        return self
 
     def split(self, seed: int, *, train: bool) -> tuple[TaskSampler | None, tuple[Task, ...]]:
         """Sampler of training tasks (None unless `train`), and the held-out tasks. Raises ConfigError without a task
         to train on."""
-        held_out = self.held_out_tasks()
-        if not train and held_out is not None:
-            return None, tuple(held_out[: self.most_held_out])
-        tasks = self.tasks()
-        rows = np.arange(len(tasks))
-        if held_out is None:
-            count = count_held_out(self.held_out, len(tasks)) if self.weight else self.most_held_out
-            held_rows, rows = split_rows(len(tasks), count, _SPLIT_SEED)
-            held_out = [tasks[int(row)] for row in held_rows]
-        held_out = tuple(held_out[: self.most_held_out])
+        own = self.held_out_tasks()
+        if own is not None and not train:
+            return None, tuple(own[: self.most_held_out])
+        tasks = [LoadedSource(self.tasks(), _no_feature)]
+        total = len(tasks[0].tasks)
+        count = count_held_out(self.held_out, total) if self.weight else self.most_held_out
+        split, rows = hold_out(tasks, count if own is None else 0, _SPLIT_SEED)
+        held_out = tuple((split if own is None else own)[: self.most_held_out])
         if not train:
             return None, held_out
         if not len(rows):
             raise ConfigError(
-                f"environment {self.title} has {counted(len(tasks), 'task')}; {self.held_out} held out leave none to "
+                f"environment {self.title} has {counted(total, 'task')}; {self.held_out} held out leave none to "
                 "train on.",
                 "Set its held_out lower.",
             )
-        order = self.task_order().row_order(rows, _no_feature, (seed,))
-        return SourceSampler([SampledSource(tasks, order, len(rows))], {"": held_out}, seed), held_out
+        return task_sampler(tasks, rows, self.task_order(), {"": held_out}, seed), held_out
+
+    def split_by_source(self, seed: int, *, train: bool) -> tuple[TaskSampler | None, HeldOutTasks]:
+        """As `split`, with the held-out tasks by the names of `held_out_sources`."""
+        sampler, held_out = self.split(seed, train=train)
+        return sampler, {"": held_out}
 
     def sampling_of(self, run: SamplingConfig) -> SamplingConfig:
         """Sampling settings of the environment, given those of the run."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import override
 
-from tinsmith.rl.data.tasks import TaskSampler
 from tinsmith.rl.environments.base import EnvironmentOptions
 from tinsmith.rl.plugins import Arguments, ImportPath, import_object, path_text, validated
-from tinsmith.rl.types import Task
-from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 
 _SHARED = tuple(EnvironmentOptions.model_fields)
 
@@ -51,49 +48,8 @@ class CustomEnvironment(EnvironmentOptions):
 
     @property
     @override
-    def title(self) -> str:
-        return self._target.title
-
-    @property
-    @override
-    def services(self) -> frozenset[str]:
-        return self._target.services
-
-    @property
-    @override
-    def evaluates(self) -> bool:
-        return self._target.evaluates
-
-    @property
-    @override
-    def provides_rewards(self) -> bool:
-        return self._target.provides_rewards
-
-    @property
-    @override
-    def provides_states(self) -> bool:
-        return self._target.provides_states
-
-    @property
-    @override
-    def says_correct(self) -> bool:
-        return self._target.says_correct
-
-    @override
-    def tasks(self) -> Sequence[Task]:
-        return self._target.tasks()
-
-    @override
-    def held_out_tasks(self) -> Sequence[Task] | None:
-        return self._target.held_out_tasks()
-
-    @override
-    def split(self, seed: int, *, train: bool) -> tuple[TaskSampler | None, tuple[Task, ...]]:
-        return self._target.split(seed, train=train)
-
-    @override
-    def make(self, context: WorkflowContext) -> Workflow:
-        return self._target.make(context)
+    def resolved(self) -> EnvironmentOptions:
+        return self._target
 
 
 def _class_at(path: Any) -> type[EnvironmentOptions]:

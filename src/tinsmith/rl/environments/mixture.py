@@ -143,15 +143,18 @@ def mixture_workflow(
 def split_environments(
     environments: Sequence[EnvironmentOptions], seed: int, groups: int, *, train: bool
 ) -> tuple[MixtureSampler, HeldOutTasks]:
-    """Sampler of the training tasks of all environments with a weight, and the held-out tasks of each environment.
+    """Sampler of the training tasks of all environments with a weight, and the held-out tasks of each environment, or,
+    without environments of a name, of each source.
 
     `groups`: groups of a step. Without `train`, no training tasks are loaded.
     """
     samplers, held_out = dict[str, TaskSampler](), dict[str, tuple[Task, ...]]()
     for environment in environments:
-        sampler, tasks = environment.split(seed, train=train and environment.weight > 0)
+        sampler, split = environment.split_by_source(seed, train=train and environment.weight > 0)
         if sampler is not None:
             samplers[environment.title] = sampler
-        held_out[environment.title] = tuple(replace(task, environment=environment.title) for task in tasks)
+        for source, tasks in split.items():
+            named = tuple(replace(task, environment=environment.title) for task in tasks)
+            held_out[environment.title or source] = named
     weights = {each.title: each.weight for each in environments if each.title in samplers}
     return MixtureSampler(samplers, EnvironmentOrder(weights, seed, groups)), held_out

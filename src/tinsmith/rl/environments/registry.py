@@ -5,7 +5,7 @@ Modules of environments are loaded when this module is imported, so they cannot 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Union
 
 from pydantic import Field
@@ -15,6 +15,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.environments.base import EnvironmentOptions
 from tinsmith.rl.environments.custom import CustomEnvironment
 from tinsmith.rl.environments.tasks import TasksEnvironment
+from tinsmith.settings import Settings
 
 GROUP = "tinsmith.environments"
 """Group of entry points: the name of each is the `type` of an EnvironmentOptions class."""
@@ -32,10 +33,14 @@ def _installed() -> Iterator[type[EnvironmentOptions]]:
         yield kind
 
 
+_INSTALLED = tuple(_installed())
+SECTIONS: Mapping[str, type[Settings]] = {key: kind for each in _INSTALLED for key, kind in each.sections.items()}
+"""Sections of a run file that environments of installed types share, by key."""
+
 if TYPE_CHECKING:
     EnvironmentConfig = EnvironmentOptions
 else:
     EnvironmentConfig = Annotated[
-        Union[TasksEnvironment, *_installed(), CustomEnvironment],
+        Union[TasksEnvironment, *_INSTALLED, CustomEnvironment],
         Field(discriminator="type"),
     ]

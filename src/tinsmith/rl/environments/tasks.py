@@ -9,12 +9,12 @@ from typing import Literal
 from pydantic import model_validator
 from typing_extensions import override
 
-from tinsmith.rl.data.tasks import TaskSampler, TasksConfig, split, training_tasks
+from tinsmith.rl.data.tasks import HeldOutTasks, TaskSampler, TasksConfig, split, training_tasks
 from tinsmith.rl.environments.base import EnvironmentOptions
-from tinsmith.rl.rewards import RewardConfig, Rewards
+from tinsmith.rl.rewards import Reward, RewardConfig, Rewards
 from tinsmith.rl.types import Task
 from tinsmith.rl.workflows import WorkflowConfig
-from tinsmith.rl.workflows.base import Workflow, WorkflowContext
+from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOptions
 from tinsmith.rl.workflows.single_turn import SingleTurnConfig
 
 
@@ -63,13 +63,41 @@ class TasksEnvironment(TasksConfig, EnvironmentOptions):
         return None if self.eval is None else split(self.model_copy(update={"train": None}), 0)[1][""]
 
     @override
+    def evaluated_with(self, workflow: WorkflowOptions | None, rewards: Sequence[Reward]) -> EnvironmentOptions:
+        return self.model_copy(update={"workflow": workflow or self.workflow, "rewards": rewards or self.rewards})
+
+    @override
     def split(self, seed: int, *, train: bool) -> tuple[TaskSampler | None, tuple[Task, ...]]:
-        if not train and (held_out := self.held_out_tasks()) is not None:
-            return None, tuple(held_out)
-        sampler, held_out = split(self, seed)
-        return sampler if train else None, held_out.get("", ())
+        sampler, held_out = self.split_by_source(seed, train=train)
+        return sampler, held_out.get("", ())
+
+    @override
+    def split_by_source(self, seed: int, *, train: bool) -> tuple[TaskSampler | None, HeldOutTasks]:
+        splits_training_tasks = train or self.eval is None
+        sampler, held_out = split(self if splits_training_tasks else self.model_copy(update={"train": None}), seed)
+        return sampler if train else None, held_out
 
     @override
     def make(self, context: WorkflowContext) -> Workflow:
         rewards = Rewards(self.rewards, needed=context.rewards.needed, pool=context.rewards.pool)
         return self.workflow.make(replace(context, rewards=rewards))
+
+
+class TopLevelEnvironment(TasksEnvironment):
+    """The top-level `tasks`, `workflow` and `rewards` of a run file, which are an environment without a name."""
+
+    @property
+    @override
+    def title(self) -> str:
+        return ""
+
+    @property
+    @override
+    def held_out_sources(self) -> tuple[str, ...]:
+        return tuple(self.eval) if isinstance(self.eval, dict) else super().held_out_sources
+
+    @classmethod
+    def of(cls, tasks: TasksConfig, workflow: WorkflowOptions, rewards: Sequence[Reward]) -> TopLevelEnvironment:
+        """The environment of these keys of a run file; without training tasks it is only evaluated."""
+        weight = 1.0 if tasks.sources else 0.0
+        return cls.model_construct(**dict(tasks), workflow=workflow, rewards=rewards, weight=weight)

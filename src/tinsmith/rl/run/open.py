@@ -53,10 +53,10 @@ from tinsmith.rl.run.parts import (
     connect_policy,
     eval_workflow_maker,
     folder_path,
+    open_environments,
     resolve_steps,
     sampling_plan,
     training_workflow,
-    with_shadow,
 )
 from tinsmith.rl.run.run import Run
 from tinsmith.rl.run.state import RandomStates, State
@@ -128,8 +128,9 @@ async def _parts(
         stack.push_async_callback(policy.models.close)
         records = stack.enter_context(ExitStack())
         state = folder.state
-        resources = await with_shadow(config, policy, RolloutResources())
+        resources = RolloutResources()
         stack.push_async_callback(resources.close)
+        await open_environments(config, policy, resources)
         resources.store.update(state.store if state else {})
         filters = GroupFilters(config.filters)
         batches = await _batch_source(config, folder, policy, task_sampler, runner, resources, stop, filters)
@@ -157,8 +158,7 @@ async def _parts(
             recorder=recorder,
         )
         recorder.read_at_each_step(learner.gauge)
-        if (shadow := resources.shadow) is not None:
-            recorder.read_at_each_step(lambda _: shadow.metrics())
+        recorder.read_at_each_step(lambda _: resources.metrics())
         if state is not None:
             learner.restore(state)
         (state.random if state else RandomStates.seeded(config.seed)).restore()

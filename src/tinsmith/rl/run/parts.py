@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from tinsmith.errors import ConfigError, UserError
 from tinsmith.plurals import counted
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.demonstrations import check_pair
-from tinsmith.rl.data.tasks import HeldOutTasks, TaskSampler, TasksConfig, split
+from tinsmith.rl.data.tasks import HeldOutTasks, TaskSampler, TasksConfig
+from tinsmith.rl.environments.base import OpeningRun
 from tinsmith.rl.environments.mixture import mixture_workflow, split_environments
 from tinsmith.rl.evaluate import EvalConfig
 from tinsmith.rl.policy.models import Models
@@ -30,7 +30,6 @@ from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.run.folder import RunFolder
 from tinsmith.rl.run.resume import TasksPerStep, check_adapter, state_of_checkpoint
 from tinsmith.rl.run.state import State
-from tinsmith.rl.shadow.tinker import open_shadow
 from tinsmith.rl.types import Demonstration
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 
@@ -50,10 +49,9 @@ class RunData:
     def tasks(self) -> tuple[TaskSampler, HeldOutTasks]:
         """Sampler of training tasks, and the held-out tasks."""
         config = self._config
-        if not config.environments:
-            return split(config.tasks, config.seed)
-        train = config.uses_rollouts and config.mode != "bench"
-        return split_environments(config.environments, config.seed, config.groups_per_step, train=train)
+        return split_environments(
+            config.all_environments, config.seed, config.groups_per_step, train=config.trains_on_tasks
+        )
 
     @cached_property
     def demonstrations(self) -> Sequence[Sequence[Demonstration]]:
@@ -68,10 +66,10 @@ class RunData:
 def resolve_steps(config: RunConfig, data: RunData) -> RunConfig:
     """The configuration with `epochs` as steps: floor(rows x epochs / rows per step), at most `steps` if that is set.
 
-    Rows that do not fill a last step are not trained on. Without `epochs`, or without tasks (mode train and mode bench
+    Rows that do not fill a last step are not trained on. Without `epochs`, in mode bench, or without tasks (mode train
     may have none), the configuration is returned as it is.
     """
-    if config.epochs is None or (config.uses_rollouts and not config.has_training_tasks):
+    if config.epochs is None or config.mode == "bench" or (config.uses_rollouts and not config.trained):
         return config
     rows, per_step, key = _count_rows(config, data), config.groups_per_step, "groups_per_step"
     if config.demonstrations is not None and not config.uses_rollouts:
@@ -92,8 +90,8 @@ def _count_rows(config: RunConfig, data: RunData) -> int:
 
 def image_field(config: RunConfig) -> str:
     """The field with the images of the run's tasks; empty if no source names one."""
-    parts = [config.tasks, *(each for each in config.environments if isinstance(each, TasksConfig))]
-    return next(filter(None, (part.image_field for part in parts)), "")
+    parts = (each.image_field for each in config.all_environments if isinstance(each, TasksConfig))
+    return next(filter(None, parts), "")
 
 
 async def check_images(data: RunData, models: Models) -> None:
@@ -109,51 +107,43 @@ async def check_images(data: RunData, models: Models) -> None:
             raise ConfigError(f"The task {task.id} has images. {refusal.message}", refusal.hint)
 
 
-async def with_shadow(config: RunConfig, policy: Trainer, resources: RolloutResources) -> RolloutResources:
-    """The resources with a ShadowService, if the run needs one."""
-    if "shadow" not in config.services:
-        return resources
-    try:
-        return replace(resources, shadow=open_shadow(config.shadow, policy, config.shadow_versions))
-    except BaseException:
-        await policy.models.close()
-        raise
+async def open_environments(config: RunConfig, policy: Trainer | None, resources: RolloutResources) -> None:
+    """Let the environments open what their rollouts use. `policy`: the policy in training, if this process trains."""
+    staleness = config.staleness if config.sync.style == "fixed" else None
+    run = OpeningRun(policy=policy, sections=config.sections, staleness=staleness, resources=resources.opened)
+    for environment in config.all_environments:
+        await environment.open(run)
 
 
 def training_workflow(config: RunConfig, resources: RolloutResources) -> Workflow:
     """The workflow that samples training rollouts."""
     needed = config.algorithm.advantage.reads_rewards
-    rewards = Rewards(config.rewards, needed=needed, pool=resources.scoring)
-    context = _context(config.sampling, rewards, resources, evaluating=False)
-    if config.environments:
-        return mixture_workflow(config.trained, config.sampling, context)
-    return config.workflow.make(context)
+    context = _context(config.sampling, resources, needs_rewards=needed, evaluating=False)
+    return mixture_workflow(config.trained, config.sampling, context)
 
 
 def eval_workflow_maker(config: RunConfig, resources: RolloutResources) -> Callable[[str, EvalConfig], Workflow]:
     """A function from the name of a source of held-out tasks and its settings to its workflow."""
-    environments = {each.title: each for each in config.environments}
+    environments = config.evaluated
 
     def make(name: str, settings: EvalConfig) -> Workflow:
-        environment = environments.get(name)
-        training = environment.sampling_of(config.sampling) if environment else config.sampling
-        rewards = Rewards(settings.rewards or config.rewards, pool=resources.scoring)
-        context = _context(settings.sampling(training), rewards, resources, evaluating=True)
-        return (environment or settings.workflow or config.workflow).make(context)
+        environment = environments[name]
+        sampling = settings.sampling(environment.sampling_of(config.sampling))
+        return environment.make(_context(sampling, resources, needs_rewards=True, evaluating=True))
 
     return make
 
 
 def _context(
-    sampling: SamplingConfig, rewards: Rewards, resources: RolloutResources, *, evaluating: bool
+    sampling: SamplingConfig, resources: RolloutResources, *, needs_rewards: bool, evaluating: bool
 ) -> WorkflowContext:
     return WorkflowContext(
         sampling=sampling,
-        rewards=rewards,
+        rewards=Rewards((), needed=needs_rewards, pool=resources.scoring),
         agent_endpoint=resources.agent_endpoint,
         store=resources.store,
         evaluating=evaluating,
-        shadow=resources.shadow,
+        resources=resources.opened,
     )
 
 

@@ -11,7 +11,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from typing_extensions import override
 
@@ -20,7 +20,6 @@ from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.sampling import SamplingConfig, Snapshot, request_seed
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rewards.base import RewardValue, Score, all_correct
-from tinsmith.rl.shadow.service import ShadowService
 from tinsmith.rl.types import POLICY, Rollout, Task, Trajectory, Turn
 from tinsmith.settings import Settings
 
@@ -69,14 +68,15 @@ class WorkflowContext:
 
     sampling: SamplingConfig
     rewards: Rewards
+    """Reward functions of the environment."""
     agent_endpoint: AgentEndpoint
     """OpenAI-compatible endpoint through which agents sample the policy."""
     store: dict[str, Any] = field(default_factory=dict)
     """Values that all rollouts of the run share; checkpoints save those that JSON can hold."""
     evaluating: bool = False
     """Whether the rollouts are those of an evaluation."""
-    shadow: ShadowService | None = None
-    """Shadow steps; None unless an environment of the run needs them."""
+    resources: Mapping[str, Any] = field(default_factory=dict)
+    """What the environments of the run have opened, by name."""
 
 
 class WorkflowOptions(Settings):
@@ -92,18 +92,21 @@ class WorkflowOptions(Settings):
                 return DebateWorkflow(self.rounds, context)
     """
 
+    has_tasks: ClassVar[bool] = False
+    """Whether the class brings tasks too, and so is an entry of `environments`."""
+
     @property
     def provides_rewards(self) -> bool:
-        """Whether the workflow gives rewards itself, so that the run needs none of its own."""
+        """Whether rollouts have a reward, so that the run needs none of its own."""
         return False
 
     @property
     def provides_states(self) -> bool:
-        """Whether the turns of the workflow may have states, which some advantages compare."""
+        """Whether turns may have states, which some advantages compare."""
         return True
 
     def make(self, context: WorkflowContext) -> Workflow:
-        """Create the workflow of a run."""
+        """Create the workflow of a run; `context` has the sampling settings of its environment."""
         raise NotImplementedError
 
 

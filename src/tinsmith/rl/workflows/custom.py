@@ -70,6 +70,8 @@ class CustomConfig(WorkflowOptions):
         """A WorkflowOptions object, a class or a function. Raises ValueError for a wrong path or wrong arguments."""
         target, path = import_object(self.path), path_text(self.path)
         if isinstance(target, type) and issubclass(target, WorkflowOptions):
+            if target.has_tasks:
+                raise ValueError(f"{path} is an environment, with tasks of its own; list it in environments")
             return validated(target, path, self.args)
         if isinstance(target, AdaptedWorkflow) or (isinstance(target, type) and issubclass(target, AdaptedWorkflow)):
             return target.workflow_options(self.args)

@@ -18,10 +18,9 @@ THINK = (
 )
 
 
-class SingleTurnConfig(WorkflowOptions):
-    """One prompt, one reply."""
+class _OneReply(WorkflowOptions):
+    """Settings of workflows with one prompt and one reply."""
 
-    type: Literal["single_turn"] = "single_turn"
     system: str = ""
     """System message for tasks that have none. Empty: the default of the model's chat template."""
     reply_prefix: str = ""
@@ -37,23 +36,18 @@ class SingleTurnConfig(WorkflowOptions):
         return SingleTurnWorkflow(self.system, self.reply_prefix, context)
 
 
-class MathConfig(WorkflowOptions):
+class SingleTurnConfig(_OneReply):
+    """One prompt, one reply."""
+
+    type: Literal["single_turn"] = "single_turn"
+
+
+class MathConfig(_OneReply):
     """One prompt, one reply, with a system message that requests <think>…</think> <answer>…</answer>."""
 
     type: Literal["math"] = "math"
     system: str = THINK
     """System message for tasks that have none."""
-    reply_prefix: str = ""
-    """Beginning of every reply. The policy continues from it; rewards read the reply with it."""
-
-    @property
-    @override
-    def provides_states(self) -> bool:
-        return False
-
-    @override
-    def make(self, context: WorkflowContext) -> Workflow:
-        return SingleTurnWorkflow(self.system, self.reply_prefix, context)
 
 
 class SingleTurnWorkflow(Workflow):

@@ -12,18 +12,19 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from tests.integrations.minds.shadow.scripted_server import ScriptedShadowServer
 from tests.rl.scripted_run import rows, run, settings
-from tests.rl.shadow.scripted_server import ScriptedShadowServer
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.integrations.minds.introspection.gradient_choice import CATEGORIES
+from tinsmith.integrations.minds.shadow.config import ShadowConfig
+from tinsmith.integrations.minds.shadow.environment import SHADOW
+from tinsmith.integrations.minds.shadow.records import ProbeDelta, ShadowGroup
+from tinsmith.integrations.minds.shadow.service import ShadowService
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.environments.registry import EnvironmentConfig
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.sampling import Sample, SampleRequest, SampleResult, SamplingConfig
 from tinsmith.rl.rewards import Rewards
-from tinsmith.rl.shadow.config import ShadowConfig
-from tinsmith.rl.shadow.records import ProbeDelta, ShadowGroup
-from tinsmith.rl.shadow.service import ShadowService
 from tinsmith.rl.types import Rollout, Task
 from tinsmith.rl.workflows.base import WorkflowContext
 from tinsmith.testing import CharacterCodec, ScriptedSnapshot
@@ -69,7 +70,7 @@ def rollouts(
             rewards=Rewards(()),
             agent_endpoint=AgentEndpoint(),
             store={} if store is None else store,
-            shadow=ShadowService(ShadowConfig(gather_seconds=0), server),
+            resources={SHADOW: ShadowService(ShadowConfig(gather_seconds=0), server)},
         )
         snapshot = ScriptedSnapshot(replies, np.zeros(len(replies)), server.version, in_order)
         return await options.make(context).run(task, snapshot, count=len(replies), seed=1)
@@ -257,7 +258,7 @@ def choice_run(folder: Path, **changes: Any) -> RunConfig:
 
 def test_runs_report_shadow_steps_and_skill(tmp_path, monkeypatch):
     server = LengthServer()
-    shadow = "tinsmith.rl.run.parts.open_shadow"
+    shadow = "tinsmith.integrations.minds.shadow.environment.open_shadow"
     monkeypatch.setattr(shadow, lambda config, policy, versions: ShadowService(config, server))
     state = run(choice_run(tmp_path))
     assert state.step == 8

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinsmith.integrations.minds.introspection.prediction import Parsed, parse, score
-from tinsmith.rl.shadow.statistics import Moments
+from tinsmith.integrations.minds.shadow.statistics import Moments
 
 
 @pytest.mark.parametrize(

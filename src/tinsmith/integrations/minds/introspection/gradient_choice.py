@@ -20,17 +20,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 from typing_extensions import override
 
 from tinsmith.integrations.minds.introspection.beliefs import assistant, user
 from tinsmith.integrations.minds.introspection.reflection import Reflection, ReflectionWorkflow
-from tinsmith.rl.environments.base import EnvironmentOptions
+from tinsmith.integrations.minds.shadow.environment import ShadowEnvironment, shadow_of
+from tinsmith.integrations.minds.shadow.records import ShadowText
+from tinsmith.integrations.minds.shadow.service import ShadowService
 from tinsmith.rl.policy.sampling import Snapshot
-from tinsmith.rl.shadow.records import ShadowText
-from tinsmith.rl.shadow.service import ShadowService, required
 from tinsmith.rl.types import Task
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 
@@ -85,10 +85,8 @@ NAMES = (
 """Invented things: no weights know their properties."""
 
 
-class GradientChoice(EnvironmentOptions):
+class GradientChoice(ShadowEnvironment):
     """Which of two answers gains more from a step on an example."""
-
-    needs: ClassVar[frozenset[str]] = frozenset({"shadow"})
 
     type: Literal["gradient_choice"] = "gradient_choice"
     answers: Literal["training", "unseen"] = "training"
@@ -130,7 +128,7 @@ class GradientChoice(EnvironmentOptions):
 
     @override
     def make(self, context: WorkflowContext) -> Workflow:
-        return GradientChoiceWorkflow(self.invalid, context, required(context.shadow, self.title))
+        return GradientChoiceWorkflow(self.invalid, context, shadow_of(context))
 
 
 class GradientChoiceWorkflow(ReflectionWorkflow[float]):

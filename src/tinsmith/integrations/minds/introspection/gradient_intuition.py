@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.resources import files
 from random import Random
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import override
@@ -30,15 +30,16 @@ from tinsmith.integrations.minds.introspection.ghost_trace import GhostTrace
 from tinsmith.integrations.minds.introspection.gradient_prophet import GradientProphet
 from tinsmith.integrations.minds.introspection.prediction import Parsed, Scoring, parse, score
 from tinsmith.integrations.minds.introspection.self_prediction import SelfPrediction
+from tinsmith.integrations.minds.shadow.environment import SHADOW, ShadowEnvironment, shadow_of
+from tinsmith.integrations.minds.shadow.records import ShadowText
+from tinsmith.integrations.minds.shadow.service import ShadowService
+from tinsmith.integrations.minds.shadow.statistics import Moments, ProbeStatistics, moments_of
 from tinsmith.plurals import counted
 from tinsmith.rl.data.row_mapping import LazySequence
-from tinsmith.rl.environments.base import EnvironmentOptions
+from tinsmith.rl.environments.base import EnvironmentOptions, OpeningRun
 from tinsmith.rl.environments.custom import CustomEnvironment
 from tinsmith.rl.environments.tasks import TasksEnvironment
 from tinsmith.rl.policy.sampling import Middleware, Sample, SampleRequest, SampleResult, Snapshot
-from tinsmith.rl.shadow.records import ShadowText
-from tinsmith.rl.shadow.service import ShadowService, required
-from tinsmith.rl.shadow.statistics import Moments, ProbeStatistics, moments_of
 from tinsmith.rl.types import Message, Rollout, Task, Trajectory, Turn
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 from tinsmith.settings import Settings, changed_keys
@@ -82,10 +83,8 @@ class GradientProbe(Settings):
     """The answer."""
 
 
-class GradientIntuition(EnvironmentOptions):
+class GradientIntuition(ShadowEnvironment):
     """Tasks of another environment, with a prediction of what training on the answer changes for a probe."""
-
-    needs: ClassVar[frozenset[str]] = frozenset({"shadow"})
 
     type: Literal["gradient_intuition"] = "gradient_intuition"
     inner: InnerEnvironment
@@ -118,7 +117,7 @@ class GradientIntuition(EnvironmentOptions):
         shared = set(EnvironmentOptions.model_fields) & set(changed_keys(self.inner))
         if shared:
             raise ValueError(f"inner.{min(shared)} is not used; set {min(shared)} of gradient_intuition")
-        if "shadow" in self.inner.services:
+        if SHADOW in self.inner.resolved.sections:
             raise ValueError("inner takes shadow steps itself; choose an environment without them")
         if self.score == "rank" and self.rank_probes > len(self.all_probes):
             raise ValueError(
@@ -134,12 +133,17 @@ class GradientIntuition(EnvironmentOptions):
         )
 
     @override
+    async def open(self, run: OpeningRun) -> None:
+        await super().open(run)
+        await self.inner.resolved.open(run)
+
+    @override
     def tasks(self) -> Sequence[Task]:
-        return self._all_with_probes(self.inner.tasks())
+        return self._all_with_probes(self.inner.resolved.tasks())
 
     @override
     def held_out_tasks(self) -> Sequence[Task] | None:
-        tasks = self.inner.held_out_tasks()
+        tasks = self.inner.resolved.held_out_tasks()
         return None if tasks is None else self._all_with_probes(tasks)
 
     def _all_with_probes(self, tasks: Sequence[Task]) -> Sequence[Task]:
@@ -147,7 +151,7 @@ class GradientIntuition(EnvironmentOptions):
 
     @override
     def make(self, context: WorkflowContext) -> Workflow:
-        return GradientIntuitionWorkflow(self, context, required(context.shadow, self.title))
+        return GradientIntuitionWorkflow(self, context, shadow_of(context))
 
     def with_probes(self, task: Task) -> Task:
         """A task of the inner environment with probes, chosen by its id, and the question about them."""
@@ -174,7 +178,7 @@ class GradientIntuitionWorkflow(Workflow):
 
     def __init__(self, options: GradientIntuition, context: WorkflowContext, shadow: ShadowService) -> None:
         self._options, self._context, self._shadow = options, context, shadow
-        self._inner = options.inner.make(context)
+        self._inner = options.inner.resolved.make(context)
         self._statistics = ProbeStatistics(context.store.setdefault(f"gradient_intuition/{options.title}", {}))
 
     @override

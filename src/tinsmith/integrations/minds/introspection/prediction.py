@@ -20,8 +20,8 @@ import numpy as np
 
 from tinsmith.integrations.minds.introspection.beliefs import rank_correlation, spearman
 from tinsmith.integrations.minds.introspection.parsing import number
+from tinsmith.integrations.minds.shadow.statistics import Moments
 from tinsmith.rl.scoring.replies import after_thoughts
-from tinsmith.rl.shadow.statistics import Moments
 
 Scoring = Literal["absolute", "normalised", "sign", "rank"]
 Prediction = float | tuple[int, ...]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from tinsmith.errors import ConfigError, UserError
-from tinsmith.rl.shadow.config import Rung, ShadowConfig
-from tinsmith.rl.shadow.records import ShadowDelta, ShadowGroup, ShadowServer, ShadowText
-from tinsmith.rl.shadow.rungs import ForkRung, ReverseRung, ShadowRung
-from tinsmith.rl.shadow.virtual import VirtualRung
+from tinsmith.integrations.minds.shadow.config import Rung, ShadowConfig
+from tinsmith.integrations.minds.shadow.records import ShadowDelta, ShadowGroup, ShadowServer, ShadowText
+from tinsmith.integrations.minds.shadow.rungs import ForkRung, ReverseRung, ShadowRung
+from tinsmith.integrations.minds.shadow.virtual import VirtualRung
+from tinsmith.rl.rollouts.resources import Resource
 
 
-class ShadowService:
+class ShadowService(Resource):
     """Measures what a step on some texts would change. There is one in a run; it owns forks, caches and limits.
 
     Example: (await shadow.delta(train=[reply], probes=[capital], at=policy.version)).probes[0].delta
@@ -54,6 +57,7 @@ class ShadowService:
         self._seconds += time.perf_counter() - begin
         return ShadowDelta(probes=effects, version=version, rung=self.rung, optimizer=self._config.optimizer, mode=mode)
 
+    @override
     def metrics(self) -> dict[str, float]:
         """Numbers of the steps since the previous call; empty if there were none."""
         count, errors, seconds = self._count, self._errors, self._seconds
@@ -68,6 +72,7 @@ class ShadowService:
             **self._rung.metrics(),
         }
 
+    @override
     async def close(self) -> None:
         """Free all forks. No rollout may be in progress."""
         self._rung.drop(self._server.version + 1)
@@ -77,16 +82,6 @@ class ShadowService:
         if self._server.version > self._newest:
             self._newest = self._server.version
             self._rung.drop(self._server.oldest)
-
-
-def required(shadow: ShadowService | None, environment: str) -> ShadowService:
-    """The service that an environment needs. Raises ConfigError where no policy is in training."""
-    if shadow is None:
-        raise ConfigError(
-            f"environment {environment}: there is no policy in training here, so no shadow steps.",
-            "Use it in a run of mode both or train.",
-        )
-    return shadow
 
 
 def _rung(config: ShadowConfig, server: ShadowServer) -> ShadowRung:

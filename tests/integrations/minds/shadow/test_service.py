@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tests.rl.shadow.scripted_server import ScriptedShadowServer, text
+from tests.integrations.minds.shadow.scripted_server import ScriptedShadowServer, text
 from tinsmith.errors import ConfigError, TinsmithError, UserError
-from tinsmith.rl.shadow.config import ShadowConfig
-from tinsmith.rl.shadow.records import ProbeDelta, ShadowText
-from tinsmith.rl.shadow.service import ShadowService
-from tinsmith.rl.shadow.virtual import MAX_TEXTS, Audit
+from tinsmith.integrations.minds.shadow.config import ShadowConfig
+from tinsmith.integrations.minds.shadow.records import ProbeDelta, ShadowText
+from tinsmith.integrations.minds.shadow.service import ShadowService
+from tinsmith.integrations.minds.shadow.virtual import MAX_TEXTS, Audit
 
 PROBE = text(7, 8, 9)
 

@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 from typing_extensions import override
 
-from tinsmith.rl.shadow.config import Mode, Rung, ShadowConfig
-from tinsmith.rl.shadow.records import Fork, ProbeDelta, ShadowGroup, ShadowServer, ShadowText
+from tinsmith.integrations.minds.shadow.config import Mode, Rung, ShadowConfig
+from tinsmith.integrations.minds.shadow.records import Fork, ProbeDelta, ShadowGroup, ShadowServer, ShadowText
 
 
 class ShadowRung(Protocol):

@@ -16,16 +16,16 @@ import torch
 from tests.engine.reference import Reference
 from tinsmith.engine.base import AdamParams, Datum, Pass
 from tinsmith.errors import TinsmithError, UserError
+from tinsmith.integrations.minds.shadow.config import ShadowConfig
+from tinsmith.integrations.minds.shadow.records import ShadowDelta, ShadowText
+from tinsmith.integrations.minds.shadow.service import ShadowService
+from tinsmith.integrations.minds.shadow.tinker import TinkerShadowServer, text_datum
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.models import ModelConfig
 from tinsmith.rl.policy.tinker import TinkerTrainer
 from tinsmith.rl.policy.tinker_models import TinkerModels
 from tinsmith.rl.policy.trainer import Update
 from tinsmith.rl.policy.training_rows import TrainingRow
-from tinsmith.rl.shadow.config import ShadowConfig
-from tinsmith.rl.shadow.records import ShadowDelta, ShadowText
-from tinsmith.rl.shadow.service import ShadowService
-from tinsmith.rl.shadow.tinker import TinkerShadowServer, text_datum
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
@@ -361,7 +361,7 @@ def test_sessions_end_after_their_share_of_forks(served, monkeypatch):
         ended.append(service)
         await service.close(status)
 
-    monkeypatch.setattr("tinsmith.rl.shadow.tinker.end_session", end)
+    monkeypatch.setattr("tinsmith.integrations.minds.shadow.tinker.end_session", end)
 
     async def use(policy: TinkerTrainer):
         async with shadowing(policy, method="fork", forks_per_session=2) as (shadow, _):

@@ -15,9 +15,9 @@ from typing import Protocol
 import numpy as np
 
 from tinsmith.errors import Unsupported
+from tinsmith.integrations.minds.shadow.config import Mode, Optimizer, Rung, StepParams
 from tinsmith.plurals import counted
 from tinsmith.rl.policy.chat import ChatCodec
-from tinsmith.rl.shadow.config import Mode, Optimizer, Rung, StepParams
 from tinsmith.rl.types import Message, Turn
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from typing_extensions import override
 
-from tinsmith.rl.shadow.config import Mode, StepParams
-from tinsmith.rl.shadow.records import Fork, ProbeDelta, ShadowGroup, ShadowServer, ShadowText
+from tinsmith.integrations.minds.shadow.config import Mode, StepParams
+from tinsmith.integrations.minds.shadow.records import Fork, ProbeDelta, ShadowGroup, ShadowServer, ShadowText
 
 
 def text(*tokens: int) -> ShadowText:

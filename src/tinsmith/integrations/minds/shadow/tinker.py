@@ -18,12 +18,12 @@ import tinker
 from typing_extensions import override
 
 from tinsmith.errors import Unsupported, UserError
+from tinsmith.integrations.minds.shadow.config import Mode, ShadowConfig, StepParams
+from tinsmith.integrations.minds.shadow.records import Fork, ProbeDelta, ShadowGroup, ShadowServer, ShadowText
+from tinsmith.integrations.minds.shadow.service import ShadowService
 from tinsmith.rl.policy.sdk import end_session, translate_errors
 from tinsmith.rl.policy.tinker import TinkerTrainer
 from tinsmith.rl.policy.trainer import Trainer
-from tinsmith.rl.shadow.config import Mode, ShadowConfig, StepParams
-from tinsmith.rl.shadow.records import Fork, ProbeDelta, ShadowGroup, ShadowServer, ShadowText
-from tinsmith.rl.shadow.service import ShadowService
 
 EXTENSION = "shadow"
 """Name of the loss of virtual steps among the server's extensions."""
@@ -184,8 +184,8 @@ class TinkerShadowServer(ShadowServer):
             raise
 
 
-def open_shadow(config: ShadowConfig, policy: Trainer, older_versions: int) -> ShadowService:
-    """The ShadowService of a run. Raises ConfigError if the server cannot take the steps of the settings."""
+def open_shadow(config: ShadowConfig, policy: Trainer | None, older_versions: int) -> ShadowService:
+    """The ShadowService of a policy. Raises ConfigError if the server cannot take the steps of the settings."""
     if not isinstance(policy, TinkerTrainer):
         raise Unsupported("Shadow steps need a policy on a Tinker server.", "Leave out what needs them.")
     return ShadowService(config, TinkerShadowServer(policy, config, older_versions))

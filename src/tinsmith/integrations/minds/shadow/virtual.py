@@ -11,9 +11,9 @@ import numpy as np
 from typing_extensions import override
 
 from tinsmith.errors import TinsmithError, UserError
-from tinsmith.rl.shadow.config import Mode, ShadowConfig
-from tinsmith.rl.shadow.records import ProbeDelta, ShadowGroup, ShadowServer
-from tinsmith.rl.shadow.rungs import ShadowRung
+from tinsmith.integrations.minds.shadow.config import Mode, ShadowConfig
+from tinsmith.integrations.minds.shadow.records import ProbeDelta, ShadowGroup, ShadowServer
+from tinsmith.integrations.minds.shadow.rungs import ShadowRung
 
 MAX_TEXTS = 512
 """Texts of one call. The SDK splits calls at 1024 texts and 5 MB, and a group must not be split."""

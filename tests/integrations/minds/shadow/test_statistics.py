@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tinsmith.rl.shadow.statistics import Moments, ProbeStatistics, moments_of
+from tinsmith.integrations.minds.shadow.statistics import Moments, ProbeStatistics, moments_of
 
 
 def test_moments_are_those_of_earlier_versions():

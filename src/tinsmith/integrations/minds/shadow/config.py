@@ -18,6 +18,10 @@ SGD_EPS = 1e8
 """eps of Adam that makes it SGD: the first step is lr * g / (|g| + eps), and |g| is nothing beside eps."""
 
 
+_OLDER_VERSIONS = 4
+"""Older versions that steps may start from in runs whose staleness is not known."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParams:
     """Optimizer and its parameters for a shadow step.
@@ -86,6 +90,11 @@ class ShadowConfig(Settings):
         if self.method == "reverse" and self.optimizer != "sgd":
             raise ValueError(f"method reverse takes sgd steps, not {self.optimizer}; set method to virtual or fork")
         return self
+
+    def versions(self, staleness: int | None) -> int:
+        """How many older versions of the policy steps may start from, in a run of this staleness."""
+        default = _OLDER_VERSIONS if staleness is None else staleness
+        return default if self.older_versions is None else self.older_versions
 
     @property
     def params(self) -> StepParams:
