@@ -14,8 +14,8 @@ from tinker import types
 from tests.service.conftest import datum
 from tests.service.support.process import child, free_port
 from tinsmith.atomic import link_file
+from tinsmith.checksums import checksum
 from tinsmith.service.backup.create import back_up
-from tinsmith.service.backup.manifest import sha256
 from tinsmith.service.backup.restore import restore
 from tinsmith.service.backup.verify import verify
 from tinsmith.service.config import ServeConfig
@@ -104,7 +104,7 @@ def test_unchanged_files_are_not_copied_again(tmp_path: Path, monkeypatch: pytes
         model.save_state("second").result()
         hashed: list[str] = []
         monkeypatch.setattr(
-            "tinsmith.service.backup.create.sha256", lambda file: (hashed.append(file.parent.name), sha256(file))[1]
+            "tinsmith.service.backup.create.checksum", lambda file: (hashed.append(file.parent.name), checksum(file))[1]
         )
         made = back_up(data, None, backup)
     first = {file.name for file in backup.glob("checkpoints/*/*") if file.stat().st_ino in inodes.values()}

@@ -24,6 +24,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from tinsmith.atomic import atomic_folder, remove_unfinished
+from tinsmith.checksums import Checksum, checksum
 from tinsmith.errors import ConfigError, EngineError
 
 log = logging.getLogger(__name__)
@@ -42,29 +43,21 @@ class StoreUnavailableError(EngineError):
     """The store does not answer, or refuses; the same call may succeed later."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredFile:
-    """A file of an object."""
-
-    bytes: int
-    sha256: str
-
-
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The files of an object by name."""
 
-    files: dict[str, StoredFile]
+    files: dict[str, Checksum]
 
     @classmethod
     def of(cls, folder: Path) -> Manifest:
         """The manifest of a folder's files, which are read for it. Raises OSError."""
-        return cls({file.name: _describe(file) for file in sorted(folder.iterdir()) if file.is_file()})
+        return cls({file.name: checksum(file) for file in sorted(folder.iterdir()) if file.is_file()})
 
     @classmethod
     def decode(cls, content: bytes) -> Manifest:
         """The manifest from its bytes."""
-        return cls({name: StoredFile(**file) for name, file in json.loads(content)["files"].items()})
+        return cls({name: Checksum(**file) for name, file in json.loads(content)["files"].items()})
 
     def encode(self) -> bytes:
         """Its bytes, equal for equal files."""
@@ -147,7 +140,7 @@ class ObjectStore:
             for name, expected in files.items():
                 with self._translated(f"read {name} of {digest}"):
                     self._files.get_file(self._path(digest, name), str(temporary / name))
-                if _describe(temporary / name) != expected:
+                if checksum(temporary / name) != expected:
                     raise MissingObjectError(
                         f"{name} of object {digest} in {self.url} is damaged: its size or checksum differs.",
                         "Restore it from a backup of the store.",
@@ -217,8 +210,3 @@ def _copy_whole(folder: Path, manifest: Manifest, target: Path) -> None:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:32]
-
-
-def _describe(file: Path) -> StoredFile:
-    with file.open("rb") as content:
-        return StoredFile(bytes=file.stat().st_size, sha256=hashlib.file_digest(content, "sha256").hexdigest())

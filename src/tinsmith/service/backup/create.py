@@ -20,8 +20,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tinsmith.atomic import link_file
+from tinsmith.checksums import checksum
 from tinsmith.errors import ConfigError
-from tinsmith.service.backup.manifest import FileEntry, Manifest, files_of, read_manifest, sha256
+from tinsmith.service.backup.manifest import BackupManifest, FileEntry, files_of, read_manifest
 from tinsmith.service.backup.snapshot import (
     Snapshot,
     StoredFolder,
@@ -44,7 +45,7 @@ RETRY_S = 0.05
 class BackupResult:
     """A new backup."""
 
-    manifest: Manifest
+    manifest: BackupManifest
     size_bytes: int
     reused: int
     """Files that the destination had before."""
@@ -75,7 +76,7 @@ def back_up(data: Path, database: str | None, destination: Path) -> BackupResult
     return BackupResult(manifest=manifest, size_bytes=size, reused=reused)
 
 
-def _previous(data: Path, destination: Path) -> Manifest | None:
+def _previous(data: Path, destination: Path) -> BackupManifest | None:
     """The manifest of the earlier backup in `destination`. Raises ConfigError if it cannot be replaced."""
     if destination.is_mount() or destination.is_relative_to(data.absolute()):
         raise ConfigError(f"{destination} cannot be replaced as a whole.", f"Name a folder in it: {destination}/NAME.")
@@ -87,7 +88,7 @@ def _previous(data: Path, destination: Path) -> Manifest | None:
 # Collecting.
 
 
-def _collect(data: Path, database: str | None, staging: Path) -> Manifest:
+def _collect(data: Path, database: str | None, staging: Path) -> BackupManifest:
     """Link the folders and copy the database and the single files. Returns the manifest without files."""
     missing_since: dict[str, float] = {}
     end = time.monotonic() + LIMIT_S
@@ -134,13 +135,15 @@ def _remove_others(staging: Path, paths: set[str]) -> None:
             shutil.rmtree(folder)
 
 
-def _read_rest(snapshot: Snapshot, data: Path, database: str | None, staging: Path, missing: list[str]) -> Manifest:
+def _read_rest(
+    snapshot: Snapshot, data: Path, database: str | None, staging: Path, missing: list[str]
+) -> BackupManifest:
     created = datetime.now(UTC).isoformat(timespec="seconds")
     snapshot.copy_database(staging, PayloadFiles(data / PAYLOADS_FOLDER))
     for name in SINGLE_FILES:
         if (data / name).is_file():
             shutil.copy2(data / name, staging / name)
-    return Manifest(
+    return BackupManifest(
         created=created,
         tinsmith=version("tinsmith"),
         schema=str(head_revision()),
@@ -186,7 +189,9 @@ def _exclusive_folder(folder: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def _copy(staging: Path, folder: Path, destination: Path, previous: Manifest | None, manifest: Manifest) -> int:
+def _copy(
+    staging: Path, folder: Path, destination: Path, previous: BackupManifest | None, manifest: BackupManifest
+) -> int:
     """Link or copy the files into the new backup, and enter them in its manifest.
 
     Unchanged ones are linked from the earlier backup, and are not read. Returns their number.
@@ -201,7 +206,7 @@ def _copy(staging: Path, folder: Path, destination: Path, previous: Manifest | N
             reused += 1
         else:
             link_file(source, target)
-            entry = FileEntry(stat.st_size, stat.st_mtime_ns, sha256(target))
+            entry = FileEntry(checksum(target), stat.st_mtime_ns)
         manifest.files[path] = entry
     return reused
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tinsmith.atomic import atomic_write
+from tinsmith.checksums import Checksum, checksum
 from tinsmith.errors import ConfigError
 from tinsmith.plurals import counted
 
@@ -20,9 +21,13 @@ FORMAT = 1
 class FileEntry:
     """A file of a backup. `mtime_ns` tells an unchanged file from a new one, as its size does."""
 
-    size: int
+    checksum: Checksum
     mtime_ns: int
-    sha256: str
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self.checksum.bytes
 
     def is_of(self, stat: os.stat_result) -> bool:
         """Whether a file with this status is unchanged."""
@@ -30,7 +35,7 @@ class FileEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class BackupManifest:
     """The contents of a backup."""
 
     created: str
@@ -63,17 +68,17 @@ class Manifest:
                 faults[path] = "is missing"
             elif (size := file.stat().st_size) != entry.size:
                 faults[path] = f"has {counted(size, 'byte')} instead of {entry.size}"
-            elif sha256(file) != entry.sha256:
+            elif checksum(file) != entry.checksum:
                 faults[path] = "has another SHA-256"
         return faults
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> BackupManifest:
     """The manifest of a backup. Raises ConfigError if the folder is not a complete backup."""
     try:
         values = json.loads((folder / MANIFEST).read_text())
-        files = {path: FileEntry(**entry) for path, entry in values.pop("files").items()}
-        manifest = Manifest(**values, files=files)
+        files = {path: _entry(**entry) for path, entry in values.pop("files").items()}
+        manifest = BackupManifest(**values, files=files)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"{folder} is not a backup: it has no {MANIFEST}.", "Name one of tinsmith backup.") from error
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -83,13 +88,11 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def _entry(checksum: dict[str, Any], mtime_ns: int) -> FileEntry:
+    return FileEntry(Checksum(**checksum), mtime_ns)
+
+
 def files_of(folder: Path) -> list[str]:
     """Paths of the files of a backup, relative to it, without its manifest."""
     files = (file.relative_to(folder).as_posix() for file in sorted(folder.rglob("*")) if not file.is_dir())
     return [path for path in files if path != MANIFEST]
-
-
-def sha256(file: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()

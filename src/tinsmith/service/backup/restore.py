@@ -12,7 +12,7 @@ from sqlalchemy import Connection, select, text
 
 from tinsmith.errors import ConfigError
 from tinsmith.plurals import counted
-from tinsmith.service.backup.manifest import Manifest, read_manifest
+from tinsmith.service.backup.manifest import BackupManifest, read_manifest
 from tinsmith.service.backup.snapshot import DATABASE, copy_rows, open_database
 from tinsmith.service.storage.database import migrate_tables, require_known
 from tinsmith.service.storage.folder_lock import LOCK, lock_folder
@@ -23,7 +23,7 @@ SERIAL_TABLES = ("keys", "audit")
 """Tables whose ids PostgreSQL counts by itself."""
 
 
-def restore(source: Path, data: Path, database: str | None) -> Manifest:
+def restore(source: Path, data: Path, database: str | None) -> BackupManifest:
     """Copy a backup into an empty data folder, once all its files agree with its manifest.
 
     The rows go into the database at the URL, if there is one. Raises ConfigError if the backup is damaged, or if the
