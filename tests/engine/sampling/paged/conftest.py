@@ -10,7 +10,8 @@ import pytest
 
 from tests.architectures import save_tiny
 from tests.engine.device.programs import engine_on_cpu
-from tinsmith.engine.sampling import batch, sampler
+from tinsmith.engine.model import precision
+from tinsmith.engine.sampling import batch, device_sampling, sampler, token_sampling
 from tinsmith.engine.sampling.paged.attention import attend_gathered
 from tinsmith.engine.torch_engine import TorchEngine
 
@@ -31,3 +32,10 @@ def paged() -> Callable[..., TorchEngine]:
             return engine_on_cpu(source, **settings)
 
     return build
+
+
+@pytest.fixture
+def sums_by_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: NumPy's sums are in no record."""
+    for module in (device_sampling, token_sampling):
+        monkeypatch.setattr(module, "cumulative_sum", lambda values, dim=1: precision._by_products(values.double()))

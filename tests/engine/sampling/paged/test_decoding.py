@@ -19,8 +19,7 @@ from tests.engine.device.programs import ADAM, engine_on_cpu
 from tests.engine.sampling.helpers import PROMPT, assert_same_samples, sample_request, sampling
 from tests.engine.sampling.paged.recorded import Recorder, capture
 from tinsmith.engine.base import LoraSpec, SampleRequest, SampleResult, SequenceDelta
-from tinsmith.engine.model import precision
-from tinsmith.engine.sampling import device_sampling, scheduler, token_sampling
+from tinsmith.engine.sampling import scheduler
 from tinsmith.engine.sampling.paged import adapter_slots, pages
 from tinsmith.engine.sampling.paged.step import DecodeStep, Graph
 from tinsmith.engine.torch_engine import TorchEngine
@@ -104,13 +103,6 @@ async def results(engine: TorchEngine, *requests: SampleRequest) -> list[SampleR
 
 def all_requests() -> list[SampleRequest]:
     return [sample_request(**{"seed": seed, **request}) for seed, request in enumerate(REQUESTS)]
-
-
-@pytest.fixture
-def sums_by_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: NumPy's sums are in no record."""
-    for module in (device_sampling, token_sampling):
-        monkeypatch.setattr(module, "cumulative_sum", lambda values, dim=1: precision._by_products(values.double()))
 
 
 @pytest.mark.usefixtures("sums_by_products")

@@ -59,6 +59,9 @@ def owners_of(
     """The adapters of a pass over `total` tokens, by kind and rank, and their tokens. The last is None if some tokens
     have no adapter."""
     present = [entry for entry in placed if entry[1] < entry[2]]
+    if not present:  # made on the device, so that a CUDA graph of a decoding step copies nothing and holds it
+        ends = torch.full((1,), total, dtype=torch.int32, device=device)
+        return (None,), TokenOwners(1, torch.zeros(total, dtype=torch.int64, device=device), ends, None, None, 1.0)
     adapters = sorted(
         dict.fromkeys(weights for weights, _, _ in present),
         key=lambda weights: (is_separate(weights, down_name), weights.pairs[down_name].a.shape[-2]),

@@ -6,6 +6,8 @@ import logging
 
 import torch
 
+from tinsmith.engine.lora.experts import grouped
+from tinsmith.engine.lora.experts.stack import stack_of
 from tinsmith.engine.model.attention_rule import AttentionRule
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.support import is_expert_stack
@@ -43,11 +45,10 @@ def fits_pages(base: BaseModel) -> bool:
 
 
 def step_capture(base: BaseModel) -> Capture | None:
-    """How a decoding step becomes a graph; None for models whose steps the host must start: mixtures of experts copy to
-    the device which adapter a token has, or read on the host which experts have tokens."""
-    if base.device.type != "cuda" or any(map(is_expert_stack, base.model.modules())):
-        return None
-    return cuda_capture()
+    """How a decoding step becomes a graph; None for models whose steps the host must start: where experts are computed
+    one by one, it reads which of them have tokens."""
+    stacks = [stack_of(module) for module in base.model.modules() if is_expert_stack(module)]
+    return cuda_capture() if base.device.type == "cuda" and all(map(grouped.serves, stacks)) else None
 
 
 def check(candidate: AttendPages, device: torch.device, dtype: torch.dtype) -> None:
