@@ -17,12 +17,10 @@ from tinsmith.engine.fake import engine as fake_engine
 from tinsmith.engine.fake import versions as fake_versions
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.engine.fake.model import FakeAdapter
-from tinsmith.engine.fake.versions import FakeVersions
+from tinsmith.engine.fake.versions import CACHED, FakeVersions
 from tinsmith.errors import Gone
 
 LORA = LoraSpec(rank=2, seed=1)
-SIZE = 2 * (2 * 16 + 2 * 512) * 2
-"""Bytes of two adapters of the tests."""
 
 
 def adapter(seed: int) -> FakeAdapter:
@@ -84,23 +82,21 @@ def test_event_loop_goes_on_while_files_are_written(
     asyncio.run(main())
 
 
-def test_persisted_versions_stay_within_the_cache(tmp_path: Path) -> None:
-    """Break `_keep`: leave out its loop."""
+def test_few_persisted_versions_stay_in_memory(tmp_path: Path) -> None:
+    """Break `persist`: keep the adapter."""
 
     async def main() -> None:
-        versions, originals = FakeVersions(SIZE), [adapter(seed) for seed in range(5)]
+        versions, originals = FakeVersions(), [adapter(seed) for seed in range(CACHED + 2)]
         for number, original in enumerate(originals):
             versions.capture(str(number), original)
+            assert await versions.adapter(str(number)) is original
             await versions.persist(str(number), tmp_path / str(number))
-        assert versions.cached_bytes <= SIZE
-        for number in (*range(5), 0):
-            read = await versions.adapter(str(number))
-            assert read is not originals[number] or number >= 3
-            np.testing.assert_array_equal(read.b, originals[number].b)
-            assert 0 < versions.cached_bytes <= SIZE
-        for number in range(5):
-            versions.detach(str(number))
-        assert versions.cached_bytes == 0
+        read = {number: await versions.adapter(str(number)) for number in (*range(len(originals)), 0)}
+        for number, original in enumerate(originals):
+            assert read[number] is not original
+            np.testing.assert_array_equal(read[number].b, original.b)
+        assert await versions.adapter("0") is read[0]
+        assert await versions.adapter("1") is not read[1]  # CACHED others were used since
 
     asyncio.run(main())
 

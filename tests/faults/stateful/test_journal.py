@@ -58,6 +58,7 @@ class JournalModel(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.run(self.stack.aclose())
         self.reference.close()
+        self.run(self.loop.shutdown_default_executor())  # an engine that died may still be writing a file
         self.loop.close()
         self.scratch.cleanup()
 

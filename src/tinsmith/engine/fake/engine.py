@@ -1,7 +1,7 @@
 """A fake engine in numpy, without torch or a download, for tests and for trying the service.
 
-The model is a bigram model (`fake.model`) with LoRA adapters. Losses, gradients, AdamW, seeds, versions and files are
-real and deterministic; only the language is not.
+The model is a bigram model (`fake.model`) with LoRA adapters, and the losses are simplified (`fake.losses`). AdamW,
+seeds, versions and files are real and deterministic.
 
 Passes are computed datum by datum, so the result of a request never depends on other requests. Files are read and
 written in threads, because the API shares this event loop: a sync of the disk would delay every other request.
@@ -25,6 +25,7 @@ from tinsmith.engine.base import (
     OnDelta,
     Pass,
     PassResult,
+    ProbeChange,
     SampleRequest,
     SampleResult,
     SavedAdapter,
@@ -34,16 +35,15 @@ from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.custom_loss.process import LossProcess
 from tinsmith.engine.fake.losses import DatumLoss, builtin_loss, custom_loss
 from tinsmith.engine.fake.model import HIDDEN, BigramModel, FakeAdapter, Sampling, entropy, read_adapter, write_adapter
-from tinsmith.engine.fake.shadow import FakeStart, shadow_result
 from tinsmith.engine.fake.versions import FakeVersions
 from tinsmith.engine.training.loss_specs import CUSTOM, SHADOW, needs_entropy
-from tinsmith.engine.training.shadow_plan import cross_entropy_pass, shadow_settings
+from tinsmith.engine.training.shadow_plan import ShadowPlan, shadow_settings, weighted_sum
 from tinsmith.errors import BadRequest, EngineError, TinsmithError
 
 
 @dataclass(slots=True)
 class _Model:
-    """An adapter in training: weights, the gradient since the last step, moments, steps taken."""
+    """An adapter in training: weights, the gradient since the last step, moments of A and B, steps taken."""
 
     weights: FakeAdapter
     grad: list[np.ndarray] = field(default_factory=list)
@@ -54,6 +54,24 @@ class _Model:
         self.grad = [np.zeros_like(self.weights.a), np.zeros_like(self.weights.b)]
         if not self.moments:
             self.moments = [np.zeros_like(g) for g in self.grad for _ in range(2)]
+
+    def after_step(self, grads: Sequence[np.ndarray], adam: AdamParams) -> _Model:
+        """The model after a step of AdamW; this one is left as it is, because versions share its arrays."""
+        clip = min(1.0, adam.grad_clip_norm / (_norm(grads) + 1e-6)) if adam.grad_clip_norm > 0 else 1.0
+        steps, new, moments = self.steps + 1, [], []
+        for index, (value, grad) in enumerate(zip((self.weights.a, self.weights.b), grads, strict=True)):
+            first, second = self.moments[2 * index : 2 * index + 2]
+            first = adam.beta1 * first + (1 - adam.beta1) * clip * grad
+            second = adam.beta2 * second + (1 - adam.beta2) * (clip * grad) ** 2
+            scale = np.sqrt(second / (1 - adam.beta2**steps)) + adam.eps
+            update = first / (1 - adam.beta1**steps) / scale + adam.weight_decay * value
+            new.append((value - adam.learning_rate * update).astype(value.dtype))
+            moments += [first.astype(value.dtype), second.astype(value.dtype)]
+        return _Model(replace(self.weights, a=new[0], b=new[1]), moments=moments, steps=steps)
+
+
+def _norm(grads: Sequence[np.ndarray]) -> float:
+    return float(np.sqrt(sum(float((grad.astype(np.float64) ** 2).sum()) for grad in grads)))
 
 
 def _read_model(source: SavedAdapter, *, optimizer: bool) -> _Model:
@@ -140,26 +158,10 @@ class FakeEngine:
         return results
 
     async def step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
-        """AdamW as in torch; `grad_norm` is the norm before clipping."""
+        """AdamW; `grad_norm` is the norm before clipping."""
         model = self._model(model_id)
-        norm = float(np.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in model.grad)))
-        clip = adam.grad_clip_norm / (norm + 1e-6) if 0 < adam.grad_clip_norm < norm else 1.0
-        model.steps += 1
-        fix1, fix2 = 1 - adam.beta1**model.steps, 1 - adam.beta2**model.steps
-        new, moments = [], []
-        for index, value in enumerate((model.weights.a, model.weights.b)):
-            g = model.grad[index] * np.float32(clip)
-            first, second = model.moments[2 * index : 2 * index + 2]
-            first = first * np.float32(adam.beta1) + g * np.float32(1 - adam.beta1)
-            second = second * np.float32(adam.beta2) + g * g * np.float32(1 - adam.beta2)
-            update = (first / np.float32(fix1)) / (np.sqrt(second / np.float32(fix2)) + np.float32(adam.eps))
-            decayed = value * np.float32(1 - adam.learning_rate * adam.weight_decay)
-            new.append(decayed - np.float32(adam.learning_rate) * update)
-            moments += [first, second]
-        model.weights = replace(model.weights, a=new[0], b=new[1])  # replaced, not changed in place: versions share it
-        model.moments = moments
-        model.grad = [np.zeros_like(g) for g in model.grad]
-        return {"grad_norm": norm}
+        self._models[model_id] = model.after_step(model.grad, adam)
+        return {"grad_norm": _norm(model.grad)}
 
     async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
         model = self._model(model_id)
@@ -205,22 +207,39 @@ class FakeEngine:
         )
 
     async def _run_shadow(self, request: Pass) -> PassResult:
+        """Virtual steps, whose changes are all computed exactly. Raises BadRequest if one is not finite."""
+        plan, settings = ShadowPlan(request), shadow_settings(request)
+        inherits = settings.optimizer == "adam_inherit"
         model = self._model(request.model_id)
         if request.start is not None:
-            inherits = shadow_settings(request).optimizer == "adam_inherit"
             model = await asyncio.to_thread(_read_model, request.start, optimizer=inherits)
-
-        def gradient(data: Sequence[Datum], weights: FakeAdapter) -> list[np.ndarray]:
-            grads = [np.zeros(weights.a.shape), np.zeros(weights.b.shape)]
-            for datum in data:
-                loss = builtin_loss(
-                    cross_entropy_pass("", [datum], forward_only=False), datum, *self._forward(datum, weights)
+        start = model if inherits else _Model(model.weights)
+        before, trained = [self._forward(probe, start.weights)[0] for probe in plan.probes], []
+        changes: dict[tuple[int, int], ProbeChange] = {}
+        for number, step in enumerate(plan.steps):
+            await asyncio.sleep(0)  # the API shares this event loop
+            grads = [np.zeros_like(grad) for grad in start.grad]
+            logprobs = [self._forward(datum, start.weights)[0] for datum in step.train]
+            for datum in step.train:
+                loss = DatumLoss(loss=0.0, grad=-datum.inputs["weights"], entropy_grad=np.zeros(len(datum.tokens)))
+                self._backward(datum, loss, start.weights, grads)
+            trained.append([p.astype(np.float32) for p in logprobs])
+            if settings.optimizer == "sgd":
+                a, b = (
+                    each - settings.adam.learning_rate * grad
+                    for each, grad in zip((start.weights.a, start.weights.b), grads, strict=True)
                 )
-                self._backward(datum, loss, weights, grads)
-            return grads
-
-        start = FakeStart(model.weights, model.moments, model.steps)
-        return await shadow_result(request, start, lambda datum, weights: self._forward(datum, weights)[0], gradient)
+                moved = replace(start.weights, a=a, b=b)
+            else:
+                moved = start.after_step(grads, settings.adam).weights
+            for probe in step.probes:
+                post = self._forward(plan.probes[probe], moved)[0]
+                delta = weighted_sum(plan.probes[probe], post - before[probe])
+                if not np.isfinite(delta):
+                    raise BadRequest(f"A shadow delta is {delta}.", "Lower shadow/lr or weights.")
+                exact = post.astype(np.float32) if settings.exact else None
+                changes[number, probe] = ProbeChange(delta=delta, logprobs_post=exact)
+        return plan.result(trained, [values.astype(np.float32) for values in before], changes)
 
     def _forward(self, datum: Datum, weights: FakeAdapter) -> tuple[np.ndarray, np.ndarray]:
         """The targets' logprobs, and the entropy of each position."""
