@@ -1,26 +1,11 @@
 """The run folder: the names of its files and folders, which no other module knows.
 
-    run.yaml            the settings, written at the start
-    metrics.jsonl       one row per step (monitors/jsonl.py)
-    rollouts/           every rollout: train-000012.jsonl of step 12, eval-000012.jsonl of the evaluation after it
-    timeline.jsonl      when each step sampled, trained, evaluated and saved (timeline.py)
-    log.txt             the log; log.txt.1 to log.txt.3 are older (logs.py)
-    report.html         the report (monitors/report.py)
-    comparison.json     the first evaluation against the last, task by task; comparison.tsv as text (comparison.py)
-    state.json          the state to resume from; checkpoints/step-000010.json are those of earlier checkpoints
-    buffer/             batches between processes that share the folder
-    service/            data of the service that the run started
-    trackers.json       ids of the run in its trackers; tensorboard/ and wandb/ are files of theirs
-    .lock               held by the process of mode train; .lock-PART by the others
-
-A process of another mode has a subfolder, its part, with files of the same names: explore/, explore-NAME/ and bench/,
-where results.json has the metrics of each checkpoint. A run in stages has stages.json and a run folder for each stage,
-01-NAME/, 02-NAME/.
+A process of another mode than the training has a part of the folder, with files of the same names: explore/,
+explore-NAME/ and bench/. A run in stages has a run folder for each stage: 01-NAME/, 02-NAME/.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -37,14 +22,40 @@ def explore_part(sampler: str) -> str:
     return f"{_EXPLORE}-{sampler}" if sampler else _EXPLORE
 
 
-@dataclass(frozen=True, slots=True)
 class Layout:
     """Paths of the files of a run folder, or of a part of one.
 
     Example: Layout(Path("runs/demo")).metrics == Path("runs/demo/metrics.jsonl")
     """
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.settings = path / "run.yaml"
+        """The settings, written at the start."""
+        self.metrics = path / "metrics.jsonl"
+        """A row for each step and evaluation (monitors/jsonl.py)."""
+        self.rollouts_folder = path / "rollouts"
+        """Every rollout (monitors/jsonl.py)."""
+        self.timeline = path / "timeline.jsonl"
+        """When each step sampled, trained, evaluated and saved (timeline.py)."""
+        self.log = path / "log.txt"
+        """The log; log.txt.1 to log.txt.3 are older (logs.py)."""
+        self.report = path / "report.html"
+        """The report (monitors/report.py)."""
+        self.comparison, self.comparison_table = path / "comparison.json", path / "comparison.tsv"
+        """The first evaluation against the last, or the checkpoints of mode bench (comparison.py)."""
+        self.results = path / "results.json"
+        """The metrics of each checkpoint of mode bench."""
+        self.state, self.checkpoints_folder = path / "state.json", path / "checkpoints"
+        """The newest state to resume from, and those of earlier checkpoints (run/state.py)."""
+        self.stages = path / "stages.json"
+        """The stage in progress, and the final weights of the finished ones."""
+        self.buffer = path / "buffer"
+        """Batches between processes that share the folder."""
+        self.service = path / "service"
+        """The data folder of the service that the run started."""
+        self.trackers, self.tensorboard, self.wandb = path / "trackers.json", path / "tensorboard", path / "wandb"
+        """The ids of the run in its trackers, and files of theirs."""
 
     def part(self, name: str) -> Layout:
         """The files of a part; without a name, those of the training process."""
@@ -59,88 +70,8 @@ class Layout:
         return self.path / f"{number:02}-{name}"
 
     def lock(self, part: str) -> Path:
-        """The file that the process of a part locks."""
+        """The file that the process of a part holds locked."""
         return self.path / (f".lock-{part}" if part else ".lock")
-
-    @property
-    def settings(self) -> Path:
-        """The settings of the run, as YAML."""
-        return self.path / "run.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """Metrics as JSON lines."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def timeline(self) -> Path:
-        """The timeline as JSON lines."""
-        return self.path / "timeline.jsonl"
-
-    @property
-    def log(self) -> Path:
-        """The newest log."""
-        return self.path / "log.txt"
-
-    @property
-    def report(self) -> Path:
-        """The report."""
-        return self.path / "report.html"
-
-    @property
-    def comparison(self) -> Path:
-        """The comparison of evaluations as JSON."""
-        return self.path / "comparison.json"
-
-    @property
-    def comparison_table(self) -> Path:
-        """The comparison of evaluations as a table."""
-        return self.path / "comparison.tsv"
-
-    @property
-    def results(self) -> Path:
-        """The metrics of each checkpoint of mode bench."""
-        return self.path / "results.json"
-
-    @property
-    def state(self) -> Path:
-        """The newest state."""
-        return self.path / "state.json"
-
-    @property
-    def stages(self) -> Path:
-        """The stage in progress, and the final weights of the finished ones."""
-        return self.path / "stages.json"
-
-    @property
-    def buffer(self) -> Path:
-        """The folder of a buffer of type file."""
-        return self.path / "buffer"
-
-    @property
-    def service(self) -> Path:
-        """The data folder of the run's own service."""
-        return self.path / "service"
-
-    @property
-    def trackers(self) -> Path:
-        """The ids of the run in its trackers."""
-        return self.path / "trackers.json"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The folder of TensorBoard's event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def wandb(self) -> Path:
-        """The folder that Weights & Biases makes."""
-        return self.path / "wandb"
-
-    @property
-    def rollouts_folder(self) -> Path:
-        """The folder of the files of rollouts."""
-        return self.path / "rollouts"
 
     def rollouts(self, kind: Kind, step: int) -> Path:
         """The rollouts of a step, or of the evaluation after it."""
@@ -149,11 +80,6 @@ class Layout:
     def steps_with_rollouts(self, kind: Kind) -> list[int]:
         """The steps that have a file of rollouts, in order."""
         return sorted(int(file.stem.removeprefix(f"{kind}-")) for file in self.rollouts_folder.glob(f"{kind}-*.jsonl"))
-
-    @property
-    def checkpoints_folder(self) -> Path:
-        """The folder of the states of checkpoints."""
-        return self.path / "checkpoints"
 
     def checkpoint(self, step: int) -> Path:
         """The state of the checkpoint after a step."""
@@ -165,8 +91,5 @@ class Layout:
 
     def unfinished(self) -> list[Path]:
         """Files that a killed process was writing."""
-        return [
-            file
-            for folder in (self.path, self.checkpoints_folder, self.rollouts_folder)
-            for file in folder.glob("*.part")
-        ]
+        folders = (self.path, self.checkpoints_folder, self.rollouts_folder)
+        return [file for folder in folders for file in folder.glob("*.part")]
