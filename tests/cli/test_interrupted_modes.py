@@ -1,10 +1,11 @@
 """Ctrl-C in mode explore and mode bench: once finishes and writes what is under way and exits 0; twice ends at once.
 
-To break it: leave out `asyncio.wait` in `BatchProducer.stop`, or `stop.finish` in `bench`.
+To break it: leave out `asyncio.wait` in `Sampler.stop`, or `stop.finish` in `bench`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_commands import RUN_FILE, STEPS, environment, metrics, wait_for
+from tinsmith.rl.rollouts.buffer import FileConfig, open_store
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
@@ -96,6 +98,18 @@ def work(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Iterator
         yield Work(folder, {"TINKER_BASE_URL": url, "TINKER_API_KEY": key})
 
 
+def batches_done(folder: Path) -> int:
+    """Batches of the run that sampling has stored."""
+
+    async def main() -> int:
+        store = open_store(FileConfig(), folder / "buffer", "", shared=True)
+        state = await store.state()
+        await store.close()
+        return state.done
+
+    return asyncio.run(main())
+
+
 def test_explore_finishes_its_batches_and_continues(work: Work):
     """No task is lost or used twice by an end at once, an end with the batches in flight, and two new starts."""
     words = ("folder=runs/two", "buffer={type: file}", "sync.timeout=400", "staleness=1")
@@ -113,7 +127,7 @@ def test_explore_finishes_its_batches_and_continues(work: Work):
             work.wait_for("once", "sampling stops after the batches in flight; Ctrl-C again ends it at once")
             work.go.touch()
             work.assert_success("once", sampler)
-        done = json.loads((work.folder / "runs" / "two" / "buffer" / "note-sampling.json").read_text())["done"]
+        done = batches_done(work.folder / "runs" / "two")
         assert f"let go small: sampled {done} batches small: stopped by Ctrl-C after batch {done}." in work.printed(
             "once"
         )

@@ -1,7 +1,7 @@
-"""Mode explore: sample into a buffer, with the weights that the training process publishes.
+"""Mode explore: sample into the store of a run, with the weights that the training process publishes.
 
-Several processes of this mode may sample for one run, on one machine or on many: each has a name, and draws its tasks
-from a record in the buffer (`rollouts/task_draws.py`). What a process has done is in the buffer, not in its folder.
+Several processes of this mode may sample for one run, on one machine or on many: each has a name, and claims batches in
+the store (`rollouts/store.py`). What a process has done is in the store, not in its folder.
 """
 
 from __future__ import annotations
@@ -22,17 +22,14 @@ from tinsmith.rl.record import monitors
 from tinsmith.rl.record.layout import Layout, explore_part
 from tinsmith.rl.record.monitors.base import Monitors, RunInfo
 from tinsmith.rl.record.recorder import record_sampled
-from tinsmith.rl.rollouts import buffers
-from tinsmith.rl.rollouts.buffers.base import Buffer
-from tinsmith.rl.rollouts.coordination import CoordinationNotes, SamplerStatus
+from tinsmith.rl.rollouts.batch import Batch
+from tinsmith.rl.rollouts.buffer import open_store
 from tinsmith.rl.rollouts.filters import GroupFilters
-from tinsmith.rl.rollouts.progress import Batch
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
-from tinsmith.rl.rollouts.sampling_loop import SamplingLoop, TrainingEnded
-from tinsmith.rl.rollouts.task_draws import NameTakenError, SharedDraws
-from tinsmith.rl.run.agreement import agree
-from tinsmith.rl.run.folder import RunFolder
+from tinsmith.rl.rollouts.sampler import NameTakenError, Sampler, TrainingEnded
+from tinsmith.rl.rollouts.store import Store
+from tinsmith.rl.run.folder import RunFolder, shared_settings
 from tinsmith.rl.run.parts import (
     RunData,
     check_images,
@@ -58,112 +55,94 @@ async def explore(
     data = RunData(config)
     config = resolve_steps(config, data)
     path, part = folder_path(config), explore_part(config.sampler)
+    settings = config.model_dump(mode="json")
     is_new = not Layout(path).part(part).settings.exists()
-    folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume is True, part=part)
-    path = folder.path
+    folder = RunFolder.open(path, settings, resume=config.resume is True, part=part)
+    own = folder.layout.part(part)
     try:
-        buffer = buffers.build(config.buffer, folder.layout.buffer, config.name)
+        store = open_store(config.buffer, folder.layout.buffer, config.name, shared=True)
         try:
             same_data = {"seed": config.seed, "tasks (their number)": data.tasks[0].size}
-            await agree(buffer, config.model_dump(mode="json"), part, same_data)
+            await store.agree(part, {**shared_settings(settings), **same_data})
         except ConfigError:
-            await buffer.close()
+            await store.close()
             if is_new:  # the same folder then takes the settings that the others have
-                folder.layout.part(part).settings.unlink()
+                own.settings.unlink()
             raise
         random.seed(config.seed)
         np.random.seed(config.seed % 2**32)
-        monitors.announce(config.monitors, path / part, console)
+        monitors.announce(config.monitors, own.path, console)
         await check_images(data, models := await connect())
-        info = RunInfo(
-            name=f"{config.name} {part}",
-            folder=path / part,
-            steps=config.steps,
-            settings=config.model_dump(mode="json"),
-            decode=models.chat.decode,
-        )
+        name = f"{config.name} {part}"
+        info = RunInfo(name=name, folder=own.path, steps=config.steps, settings=settings, decode=models.chat.decode)
         run_monitors = monitors.build(config.monitors, info, console)
         resources = RolloutResources()
         try:
             await open_environments(config, None, resources)
-            notes = CoordinationNotes(buffer, config.sampler)
-            draws = SharedDraws(buffer, data.tasks[0], config.sampler, config.groups_per_step, config.seed)
-            exploration = _Exploration(config, buffer, notes, draws, models, run_monitors, resources)
             with watch_event_loop(config.rollout.max_blocking):
-                return await exploration.run(console, stop)
+                return await _sample(config, data, store, models, run_monitors, resources, console, stop)
         finally:
             await resources.close()
             run_monitors.close()
             await models.close()
-            await buffer.close()
+            await store.close()
     finally:
         folder.close()
 
 
-class _Exploration:
-    """The sampling loop of a process of mode explore, and its status in the buffer."""
+async def _sample(
+    config: RunConfig,
+    data: RunData,
+    store: Store,
+    models: Models,
+    run_monitors: Monitors,
+    resources: RolloutResources,
+    console: Console,
+    stop: StopSignal,
+) -> int:
+    """Sample until all batches are done, training ends or `stop`. Returns the number that all batches are done up
+    to."""
+    runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
+    models.on_outage(runner.requests.suspend)
+    rates, steps = TokenRates(runner.requests), config.steps
+    done = 0
 
-    def __init__(
-        self,
-        config: RunConfig,
-        buffer: Buffer,
-        notes: CoordinationNotes,
-        draws: SharedDraws,
-        models: Models,
-        run_monitors: Monitors,
-        resources: RolloutResources,
-    ) -> None:
-        self._config, self._monitors = config, run_monitors
-        self._notes, self._draws = notes, draws
-        self._status = SamplerStatus()
-        runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
-        models.on_outage(runner.requests.suspend)
-        self._rates = TokenRates(runner.requests)
-        self._loop = SamplingLoop(
-            training_workflow(config, resources),
-            draws,
-            lambda record: models.open_checkpoint(record.path, record.version),
-            sampling_plan(config, GroupFilters(config.filters)),
-            runner,
-            buffer,
-            notes,
-            capacity=config.buffer.capacity,
-            timeout_hint="Check that the run's process of mode train is running; if it is, raise sync.timeout.",
-            on_batch=self._on_batch,
-        )
+    def on_batch(batch: Batch, up_to: int) -> None:
+        nonlocal done
+        done = up_to
+        record_sampled(run_monitors, batch, rates)
 
-    async def run(self, console: Console, stop: StopSignal) -> int:
-        """Sample until all batches are done, training ends or `stop`. Returns the number of batches in the buffer."""
-        stop.begin("sampling stops after the batches in flight")
-        steps = self._config.steps
-        if 0 < (ended_before := (await self._notes.training()).ended_at) < steps:
-            console.print(f"Training ended after step {ended_before}; start it with more steps too.", highlight=False)
-        self._status = SamplerStatus(done=await self._draws.start())
-        await self._notes.write_sampling(self._status)
-        try:
-            await self._loop.run(steps, ended_before, stop)
-        except StopRequested:
-            await self._loop.stop(stop.grace_left)
-            stop.stopped_at = f"batch {self._status.done}"
-            return self._status.done
-        except TrainingEnded as end:
-            if end.step < steps:
-                console.print(f"Training ended after step {end.step}; sampling ends too.", highlight=False)
-        except NameTakenError:  # the status is that of the other process
-            raise
-        except Exception as error:
-            await self._loop.close()  # a batch in flight would replace the status
-            await self._write_end("failed", str(error))
-            raise
-        finally:
-            await self._loop.close()
-        await self._draws.end()
-        await self._write_end("ended", "")
-        return self._status.done
-
-    def _on_batch(self, batch: Batch, status: SamplerStatus) -> None:
-        self._status = status
-        record_sampled(self._monitors, batch, self._rates)
-
-    async def _write_end(self, state: str, reason: str) -> None:
-        await self._notes.write_sampling(self._status.model_copy(update={"state": state, "reason": reason}))
+    sampler = Sampler(
+        training_workflow(config, resources),
+        data.tasks[0],
+        lambda record: models.open_checkpoint(record.path, record.version),
+        sampling_plan(config, GroupFilters(config.filters)),
+        runner,
+        store,
+        name=config.sampler,
+        timeout_hint="Check that the run's process of mode train is running; if it is, raise sync.timeout.",
+        on_batch=on_batch,
+    )
+    stop.begin("sampling stops after the batches in flight")
+    ended_before = (await store.state()).ended_at
+    done = await sampler.join()
+    if 0 < ended_before < steps:
+        console.print(f"Training ended after step {ended_before}; start it with more steps too.", highlight=False)
+    try:
+        await sampler.sample(stop, steps, ended_before)
+    except StopRequested:
+        await sampler.stop(stop.grace_left)
+        stop.stopped_at = f"batch {done}"
+        return done
+    except TrainingEnded as end:
+        if end.step < steps:
+            console.print(f"Training ended after step {end.step}; sampling ends too.", highlight=False)
+    except NameTakenError:  # the state is that of the other process
+        raise
+    except Exception as error:
+        await sampler.report_failure(str(error))
+        raise
+    finally:
+        await sampler.close()
+    await sampler.leave()
+    return done

@@ -11,9 +11,7 @@ from tests.integrations.trinity.examples import EVALUATED, LEARNED, OWN
 from tests.integrations.trinity.files import read
 from tinsmith.errors import ConfigError
 from tinsmith.rl.data.sources import Sql
-from tinsmith.rl.rollouts.buffers.file import FileConfig
-from tinsmith.rl.rollouts.buffers.memory import MemoryConfig
-from tinsmith.rl.rollouts.buffers.sql import SqlConfig
+from tinsmith.rl.rollouts.buffer import FileConfig, MemoryConfig, SqlConfig
 
 NO_TASKSET = ("buffer.explorer_input.taskset", None)
 TASKSET = "buffer.explorer_input.taskset"

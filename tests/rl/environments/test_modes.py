@@ -19,7 +19,7 @@ from tests.rl.test_bench import compared
 from tests.rl.test_debug import shown
 from tinsmith.rl.environments.base import OpeningRun
 from tinsmith.rl.explore import explore
-from tinsmith.rl.rollouts import coordination
+from tinsmith.rl.rollouts import store
 from tinsmith.rl.rollouts.runner import Oversampling
 from tinsmith.rl.run.loop import train
 from tinsmith.rl.run.state import read_state
@@ -33,7 +33,7 @@ SAID = {"type": "rows", "data": [{"question": f"{number}?", "answer": "yes"} for
 @pytest.fixture(autouse=True)
 def _poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Polls the buffer every 10 ms."""
-    monkeypatch.setattr(coordination, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(store, "POLL_SECONDS", 0.01)
 
 
 def together(folder: Path, connect: Any = None, **changes: Any) -> None:

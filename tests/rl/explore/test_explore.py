@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,17 @@ from tests.rl.scripted_run import REPLIES, Killed, rows, run, scripted, settings
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.explore import explore
-from tinsmith.rl.rollouts import coordination
-from tinsmith.rl.rollouts.buffers.file import FileBuffer
-from tinsmith.rl.rollouts.task_draws import SharedDraws
+from tinsmith.rl.rollouts import store
+from tinsmith.rl.rollouts.queue import BatchQueue
+from tinsmith.rl.rollouts.store import SqlStore
 from tinsmith.rl.run.loop import train
 from tinsmith.testing import ScriptedPolicy
 
 
 @pytest.fixture(autouse=True)
 def _poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Polls the buffer every 10 ms."""
-    monkeypatch.setattr(coordination, "POLL_SECONDS", 0.01)
+    """Polls the store every 10 ms."""
+    monkeypatch.setattr(store, "POLL_SECONDS", 0.01)
 
 
 def quiet() -> Console:
@@ -69,18 +70,27 @@ def assert_equal_runs(first: Path, second: Path) -> None:
 FILE = {"type": "file"}
 
 
-def test_last_batch_is_noted_after_the_end_of_training(tmp_path, monkeypatch):
-    """Fails if `SamplingLoop.run` does not wait for a batch that is in the buffer and not noted yet."""
-    original = SharedDraws._close
+def test_last_batch_is_logged_after_the_end_of_training(tmp_path, monkeypatch):
+    """Training takes the last batch and ends before the sampler learns that the batch is stored."""
+    replace, run_in_thread, report = SqlStore.compare_and_set, SqlStore._run_in_thread, BatchQueue._report
+    ended, last = threading.Event(), [False]
 
-    async def close_late(self: SharedDraws, number: int, groups: Any) -> Any:
-        notes = coordination.CoordinationNotes(self._buffer)
-        while number == 8 and not (await notes.training()).ended_at:  # noqa: ASYNC110  no event is set when it holds
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2 if number == 8 else 0)  # many polls
-        return await original(self, number, groups)
+    async def noting(self: SqlStore, revision: int, state: Any, stored: Any = ()) -> bool:
+        last[0] = any(batch.step == 8 for batch in stored)
+        return await replace(self, revision, state, stored)
 
-    monkeypatch.setattr(SharedDraws, "_close", close_late)
+    async def late(self: SqlStore, function: Callable[[], Any]) -> Any:
+        waits, last[0] = last[0], False
+        return await run_in_thread(self, lambda: (function(), waits and ended.wait(100))[0])
+
+    async def reporting(self: BatchQueue, ended_at: int = 0) -> None:
+        await report(self, ended_at)
+        if ended_at:
+            ended.set()
+
+    monkeypatch.setattr(SqlStore, "compare_and_set", noting)
+    monkeypatch.setattr(SqlStore, "_run_in_thread", late)
+    monkeypatch.setattr(BatchQueue, "_report", reporting)
     sampled, state = together(tmp_path, buffer=FILE)
     assert (sampled, state.step) == (8, 8)
     assert [row["step"] for row in rows(tmp_path / "explore")] == list(range(1, 9))
@@ -164,15 +174,16 @@ FILLED = {"filters": [{"type": "reward_std"}], "filter_refills": 20, "group_size
 def test_killed_sampler_resumes_with_a_running_trainer(tmp_path, more, batches, monkeypatch):
     how = {"sync": {"timeout": 100}, **more}
     run(settings(tmp_path / "one", backoff=None, **how))
-    put, left = FileBuffer.put, [batches]
+    replace, left = SqlStore.compare_and_set, [batches]
 
-    async def deadly(self: FileBuffer, batch: Any) -> None:
-        left[0] -= 1
-        await put(self, batch)
-        if left[0] == 0:
-            raise Killed  # after the batch is stored, before the note about it
+    async def deadly(self: SqlStore, revision: int, state: Any, stored: Any = ()) -> bool:
+        left[0] -= bool(stored)
+        replaced = await replace(self, revision, state, stored)
+        if stored and left[0] == 0:
+            raise Killed  # after the batch is stored, before its sampler knows
+        return replaced
 
-    monkeypatch.setattr(FileBuffer, "put", deadly)
+    monkeypatch.setattr(SqlStore, "compare_and_set", deadly)
 
     async def main() -> Any:
         trainer = asyncio.create_task(training(tmp_path / "two", buffer=FILE, **how))

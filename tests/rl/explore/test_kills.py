@@ -1,8 +1,8 @@
 """`kill -9` of processes that sample and of the one that trains, each in a folder of its own, as on several machines.
 
 The run ends as one process that nobody kills, with the same rollouts: each task once in an epoch, none twice, none
-lost. To break it: let `SharedDraws.start` leave out what its name has begun, or `SharedDraws._drawn` leave `cursor` as
-it was.
+lost. To break it: let `Sampler._start_batches` ignore what its name has begun, or `Sampler._drawn` leave `cursor` as it
+was.
 """
 
 from __future__ import annotations

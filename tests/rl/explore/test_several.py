@@ -1,7 +1,6 @@
 """Several processes of mode explore sample for one run, in folders of their own, and any of them may be killed.
 
-To break it: let `SharedDraws._drawn` leave `cursor` as it was, `SharedDraws.start` ignore what its name has begun, or
-`BufferedBatchSource.state_saved` delete batches that are open in the record.
+To break it: let `Sampler._drawn` leave `cursor` as it was, or `Sampler._start_batches` ignore what its name has begun.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ import pytest
 from tests.rl.explore.test_explore import assert_equal_runs, quiet, refused
 from tests.rl.scripted_run import REPLIES, Killed, run, scripted, settings
 from tinsmith.rl.explore import explore
-from tinsmith.rl.rollouts import coordination
-from tinsmith.rl.rollouts.buffers.sql import SqlBuffer
-from tinsmith.rl.rollouts.task_draws import SharedDraws, read_tasks
+from tinsmith.rl.rollouts import store
+from tinsmith.rl.rollouts.sampler import Sampler
+from tinsmith.rl.rollouts.store import SqlStore
 from tinsmith.rl.run.loop import train
 from tinsmith.testing import ScriptedPolicy
 
@@ -34,8 +33,8 @@ EACH_TWICE = {f"rows/{number}": 2 for number in range(12)}
 
 @pytest.fixture(autouse=True)
 def _poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Polls the buffer every 10 ms."""
-    monkeypatch.setattr(coordination, "POLL_SECONDS", 0.01)
+    """Polls the store every 10 ms."""
+    monkeypatch.setattr(store, "POLL_SECONDS", 0.01)
 
 
 class Machines:
@@ -95,24 +94,24 @@ def alone(folder: Path, **changes: Any) -> None:
     run(settings(folder, **{**BASE, **changes}), scripted(folder))
 
 
-def begin_together(monkeypatch: pytest.MonkeyPatch, samplers: int) -> None:
+def begin_together(monkeypatch: pytest.MonkeyPatch, names: Collection[str]) -> None:
     """Let no sampler go on with its first batch before each of them has begun one."""
-    original, together, waited = SharedDraws.begin, asyncio.Barrier(samplers), set[str]()
+    original, together, waited = Sampler._claim, asyncio.Barrier(len(names)), set[str]()
 
-    async def begin(self: SharedDraws, number: int) -> Any:
-        begun = await original(self, number)
-        if begun is not None and self._sampler not in waited:
-            waited.add(self._sampler)
+    async def claim(self: Sampler, number: int) -> Any:
+        claimed = await original(self, number)
+        if claimed is not None and self._name in names and self._name not in waited:
+            waited.add(self._name)
             await together.wait()
-        return begun
+        return claimed
 
-    monkeypatch.setattr(SharedDraws, "begin", begin)
+    monkeypatch.setattr(Sampler, "_claim", claim)
 
 
 def test_three_samplers_equal_one_process(tmp_path, monkeypatch):
     machines = Machines(tmp_path, staleness=2)
     names = ("a", "b", "c")
-    begin_together(monkeypatch, len(names))
+    begin_together(monkeypatch, names)
 
     async def main() -> list[int]:
         counts, state = await asyncio.gather(asyncio.gather(*map(machines.sampler, names)), machines.trainer())
@@ -129,11 +128,11 @@ def test_three_samplers_equal_one_process(tmp_path, monkeypatch):
 
 def deadly(monkeypatch: pytest.MonkeyPatch, method: str, sampler: str, call: int, *, before: bool) -> None:
     """Make the call with this number of `method` by an sampler raise Killed, once."""
-    original, calls = getattr(SharedDraws, method), [0]
+    original, calls = getattr(Sampler, method), [0]
 
-    async def killed(self: SharedDraws, *args: Any) -> Any:
-        calls[0] += self._sampler == sampler
-        dies = self._sampler == sampler and calls[0] == call
+    async def killed(self: Sampler, *args: Any) -> Any:
+        calls[0] += self._name == sampler
+        dies = self._name == sampler and calls[0] == call
         if dies and before:
             raise Killed
         result = await original(self, *args)
@@ -141,14 +140,14 @@ def deadly(monkeypatch: pytest.MonkeyPatch, method: str, sampler: str, call: int
             raise Killed
         return result
 
-    monkeypatch.setattr(SharedDraws, method, killed)
+    monkeypatch.setattr(Sampler, method, killed)
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("method", ["begin", "finish", "_close"])
-def test_killed_sampler_continues_on_another_machine(tmp_path, monkeypatch, method, before):
-    """Killed before or after it draws, puts a batch, or notes that it has put one."""
-    deadly(monkeypatch, method, "b", 2, before=before)
+@pytest.mark.parametrize(("method", "call"), [("join", 1), ("_claim", 2), ("_put", 2)])
+def test_killed_sampler_continues_on_another_machine(tmp_path, monkeypatch, method, call, before):
+    """Killed before or after it takes its name, claims a batch, or stores one."""
+    deadly(monkeypatch, method, "b", call, before=before)
     machines = Machines(tmp_path, staleness=2)
 
     async def main() -> None:
@@ -175,20 +174,19 @@ def test_refills_draw_no_task_twice(tmp_path):
         await asyncio.gather(*map(machines.sampler, "abc"), machines.trainer())
 
     with pytest.MonkeyPatch.context() as patch:
-        put = SqlBuffer.put
+        put = Sampler._put
 
-        async def noted(self: SqlBuffer, batch: Any) -> None:
+        async def noted(self: Sampler, batch: Any) -> None:
             drawn.extend(group.task.id for group in batch.groups)
             await put(self, batch)
 
-        patch.setattr(SqlBuffer, "put", noted)
+        patch.setattr(Sampler, "_put", noted)
         asynchronously(main)
 
     async def cursor() -> int:
-        record = await read_tasks(SqlBuffer(f"sqlite:///{tmp_path}/buffer.db", "small"))
-        assert record is not None
-        assert not record.open
-        return record.cursor
+        state = await SqlStore(f"sqlite:///{tmp_path}/buffer.db", "small").state()
+        assert not state.claims
+        return state.cursor
 
     assert len(drawn) == len(set(drawn)) == asyncio.run(cursor()) > 8 * 3
 
@@ -205,9 +203,9 @@ def test_samplers_of_other_styles_take_each_task_once(tmp_path, style):
     assert machines.trained() == EACH_TWICE
 
 
-def test_batch_stays_until_its_sampler_has_noted_it(tmp_path, monkeypatch):
-    """Killed after putting batch 2, and away while the trainer takes it: it is recognised, and not sampled again."""
-    deadly(monkeypatch, "_close", "a", 2, before=True)
+def test_stored_batch_of_a_killed_sampler_is_not_repeated(tmp_path, monkeypatch):
+    """Killed when batch 2 is stored, and away while the trainer takes and deletes it."""
+    deadly(monkeypatch, "_put", "a", 2, before=False)
     machines = Machines(tmp_path, staleness=1)
 
     async def main() -> None:
@@ -220,7 +218,7 @@ def test_batch_stays_until_its_sampler_has_noted_it(tmp_path, monkeypatch):
         await training
 
     asynchronously(main)
-    assert machines.sampled("a", "a") == [1]
+    assert machines.sampled("a", "a") == [1, 2]
     assert machines.sampled("another machine", "a") == list(range(3, 9))
     alone(tmp_path / "one", staleness=1)
     assert_equal_runs(tmp_path / "one", tmp_path / "trainer")
@@ -230,13 +228,13 @@ def test_newest_process_of_a_name_takes_over(tmp_path):
     machines = Machines(tmp_path, staleness=1)
 
     async def main() -> str:
-        buffer = SqlBuffer(f"sqlite:///{tmp_path}/buffer.db", "small")
+        shared = SqlStore(f"sqlite:///{tmp_path}/buffer.db", "small")
         owners = [""]
 
         async def new_owner() -> bool:
             """Whether the name belongs to another process than before."""
-            record = await read_tasks(buffer)
-            owner = record.owners["a"] if record is not None else ""
+            state = await shared.state()
+            owner = state.samplers["a"].owner if state.samplers else ""
             owners.append(owner)
             return owner != owners[-2]
 
@@ -244,7 +242,7 @@ def test_newest_process_of_a_name_takes_over(tmp_path):
         await until(new_owner)
         second = asyncio.create_task(machines.sampler("a", "another machine"))
         await until(new_owner)
-        await buffer.close()
+        await shared.close()
         await machines.trainer()
         await second
         (error,) = await asyncio.gather(first, return_exceptions=True)

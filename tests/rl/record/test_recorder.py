@@ -11,7 +11,7 @@ from tinsmith.rl.record.layout import Kind
 from tinsmith.rl.record.monitors.base import Monitor, Monitors
 from tinsmith.rl.record.recorder import Recorder
 from tinsmith.rl.record.timeline import OverlapMeter, Timeline
-from tinsmith.rl.rollouts.progress import Batch
+from tinsmith.rl.rollouts.batch import Batch
 from tinsmith.rl.types import Group, Message, Rollout, Task
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.rl.scripted_run import rows, run, settings
 from tinsmith.rl.record import timeline
 from tinsmith.rl.record.timeline import OverlapMeter, Span
-from tinsmith.rl.rollouts.producer import BusyTime
+from tinsmith.rl.rollouts.sampler import BusyTime
 from tinsmith.testing import run_virtually
 
 

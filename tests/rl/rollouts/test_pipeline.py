@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rl.rollouts.test_producer import VersionedPolicy, batch_source, task_sampler
+from tests.rl.rollouts.test_queue import VersionedPolicy, batch_queue, task_sampler
 from tinsmith.rl.policy.sampling import SamplingConfig
-from tinsmith.rl.rollouts.batch_source import BatchPosition, BatchSourceState
+from tinsmith.rl.rollouts.queue import QueuePosition, SavedQueue
 from tinsmith.rl.types import Rollout
 from tinsmith.testing import run_virtually
 
@@ -52,9 +52,9 @@ class Trainer:
         tasks = task_sampler()
         tasks.restore(cursor, {})
         policy = VersionedPolicy(done)
-        batches = batch_source(workflow, policy, steps=STEPS, staleness=self.staleness, tasks=tasks)
-        await batches.restore(BatchSourceState.model_validate_json(state) if state else BatchSourceState())
-        waiting: list[tuple[int, int, BatchPosition]] = []
+        batches = batch_queue(workflow, policy, steps=STEPS, staleness=self.staleness, tasks=tasks)
+        await batches.restore(SavedQueue.model_validate_json(state) if state else SavedQueue())
+        waiting: list[tuple[int, int, QueuePosition]] = []
         try:
             for step in range(done + 1, STEPS + 1):
                 places: set[int] = set()
@@ -73,7 +73,7 @@ class Trainer:
                 self.lags += [policy.version - group.version for group in batch.groups]
                 policy.version += 1
                 waiting.append((step, tasks.cursor, batches.position()))
-                await batches.mark_trained(step)
+                await batches.publish(step)
                 self.ends.append(asyncio.get_running_loop().time())
         finally:
             await batches.close()
@@ -122,7 +122,7 @@ def test_unfinished_batches_are_completed_after_a_stop(seed):
     async def stopped() -> tuple[str, int, int]:
         tasks = task_sampler()
         workflow = Timed(lambda request: calls.append(request) or durations(seed)(request))
-        batches = batch_source(workflow, VersionedPolicy(), steps=STEPS, staleness=2, tasks=tasks)
+        batches = batch_queue(workflow, VersionedPolicy(), steps=STEPS, staleness=2, tasks=tasks)
         await batches.next(1)
         await batches.stop(grace=1.0)
         state = await batches.state_at(batches.position())
@@ -135,8 +135,8 @@ def test_unfinished_batches_are_completed_after_a_stop(seed):
         tasks.restore(cursor, {})
         policy = VersionedPolicy(1)
         workflow = Timed(lambda request: calls.append(request) or 0.0)
-        batches = batch_source(workflow, policy, steps=STEPS, staleness=2, tasks=tasks)
-        await batches.restore(BatchSourceState.model_validate_json(state))
+        batches = batch_queue(workflow, policy, steps=STEPS, staleness=2, tasks=tasks)
+        await batches.restore(SavedQueue.model_validate_json(state))
         groups = [group for step in (2, 3) for group in (await batches.next(step)).groups]
         await batches.close()
         return [group.task.id for group in groups]

@@ -28,11 +28,10 @@ from tinsmith.rl.record.monitors.console import ConsoleConfig
 from tinsmith.rl.record.monitors.report import ReportConfig
 from tinsmith.rl.rewards import RewardConfig
 from tinsmith.rl.rollouts.backoff import BackoffConfig
-from tinsmith.rl.rollouts.buffers import BufferConfig
-from tinsmith.rl.rollouts.buffers.memory import MemoryConfig
+from tinsmith.rl.rollouts.buffer import BufferConfig, MemoryConfig
 from tinsmith.rl.rollouts.filters import FilterConfig
 from tinsmith.rl.rollouts.runner import RolloutConfig
-from tinsmith.rl.rollouts.weight_sync import SyncConfig
+from tinsmith.rl.rollouts.weights import SyncConfig
 from tinsmith.rl.workflows import WorkflowConfig
 from tinsmith.rl.workflows.single_turn import SingleTurnConfig
 from tinsmith.settings import Needs, Settings

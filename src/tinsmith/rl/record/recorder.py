@@ -13,7 +13,7 @@ from tinsmith.rl.policy.request_limit import TokenRates
 from tinsmith.rl.record.metrics import group_metrics
 from tinsmith.rl.record.monitors.base import Monitors
 from tinsmith.rl.record.timeline import OverlapMeter, Part, Timeline
-from tinsmith.rl.rollouts.progress import Batch
+from tinsmith.rl.rollouts.batch import Batch
 from tinsmith.rl.types import Group
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Filters: which rollouts and groups of a batch are trained on.
 
 Each filter is a settings class; its `of` returns the group without the dropped rollouts, or None to drop the group.
-Dropped rollouts are still logged, counted in metrics and passed to the task order. `producer.py` samples replacements.
+Dropped rollouts are still logged, counted in metrics and passed to the task order. `sampler.py` samples replacements.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.ending.until import EndCondition
-from tinsmith.rl.rollouts.batch_source import BatchPosition, BatchSource
+from tinsmith.rl.rollouts.queue import BatchQueue, QueuePosition
 from tinsmith.rl.run.folder import RunFolder
 from tinsmith.rl.run.learner import Learner
 from tinsmith.rl.run.state import RandomStates, State, as_metadata, json_values
@@ -24,12 +24,12 @@ from tinsmith.rl.run.state import RandomStates, State, as_metadata, json_values
 class ResumePoint:
     """The end of a step, as far as later steps change it: what was learned and drawn, and which batches were sampled.
 
-    Example: ResumePoint({"step": 3, "version": 3, "cursor": 40, …}, BatchPosition(taken=3, started=5))
+    Example: ResumePoint({"step": 3, "version": 3, "cursor": 40, …}, QueuePosition(started=5))
     """
 
     values: Mapping[str, Any]
     """Fields of a State."""
-    position: BatchPosition
+    position: QueuePosition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +38,12 @@ class Checkpointer:
 
     config: RunConfig
     folder: RunFolder
-    batches: BatchSource
+    batches: BatchQueue
     learner: Learner
     ending: EndCondition
     store: Mapping[str, Any]
     """Values that workflows keep from rollout to rollout."""
-    _waiting: list[tuple[State, BatchPosition]] = field(default_factory=list, init=False)
+    _waiting: list[tuple[State, QueuePosition]] = field(default_factory=list, init=False)
     """States that are not written yet, oldest first."""
 
     def resume_point(self, step: int) -> ResumePoint:
@@ -94,7 +94,7 @@ class Checkpointer:
         while self._waiting:
             await self._write(*self._waiting.pop(0))
 
-    async def _write(self, state: State, position: BatchPosition) -> None:
+    async def _write(self, state: State, position: QueuePosition) -> None:
         before = self.folder.state
         new = (state.path, state.critic_path) if state.critic_path else (state.path,)
         others = (paths for paths in (before.checkpoints if before else ()) if paths[0] != state.path)

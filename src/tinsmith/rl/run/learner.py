@@ -21,8 +21,8 @@ from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.record.recorder import Recorder
 from tinsmith.rl.record.update_metrics import update_metrics
 from tinsmith.rl.rollouts.backoff import GUARDED_STALENESS, Backoff
+from tinsmith.rl.rollouts.batch import Batch
 from tinsmith.rl.rollouts.filters import GroupFilters
-from tinsmith.rl.rollouts.progress import Batch
 from tinsmith.rl.run.gradient_stream import GradientStream
 from tinsmith.rl.run.state import State
 from tinsmith.rl.types import Group

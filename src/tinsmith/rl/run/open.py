@@ -30,21 +30,17 @@ from tinsmith.rl.record.monitors.base import RunInfo
 from tinsmith.rl.record.recorder import Recorder
 from tinsmith.rl.record.timeline import OverlapMeter, Timeline
 from tinsmith.rl.rewards import Rewards
-from tinsmith.rl.rollouts import buffers
 from tinsmith.rl.rollouts.backoff import Backoff
-from tinsmith.rl.rollouts.batch_source import BatchSource, BatchSourceState, BufferedBatchSource, EmptyBatchSource
-from tinsmith.rl.rollouts.buffers.memory import MemoryBuffer
-from tinsmith.rl.rollouts.buffers.replay import BatchSelector
-from tinsmith.rl.rollouts.coordination import CoordinationNotes
+from tinsmith.rl.rollouts.buffer import open_store
 from tinsmith.rl.rollouts.filters import GroupFilters
+from tinsmith.rl.rollouts.queue import BatchQueue, EmptyQueue, SavedQueue
+from tinsmith.rl.rollouts.replay import BatchSelector
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
-from tinsmith.rl.rollouts.sampling_loop import SamplingLoop
-from tinsmith.rl.rollouts.task_draws import LocalDraws
-from tinsmith.rl.rollouts.weight_sync import WeightPublisher
-from tinsmith.rl.run.agreement import agree
+from tinsmith.rl.rollouts.sampler import Sampler
+from tinsmith.rl.rollouts.weights import WeightPublisher
 from tinsmith.rl.run.checkpointer import Checkpointer
-from tinsmith.rl.run.folder import RunFolder
+from tinsmith.rl.run.folder import RunFolder, shared_settings
 from tinsmith.rl.run.learner import Learner
 from tinsmith.rl.run.parts import (
     Connect,
@@ -133,7 +129,7 @@ async def _parts(
         await open_environments(config, policy, resources)
         resources.store.update(state.store if state else {})
         filters = GroupFilters(config.filters)
-        batches = await _batch_source(config, folder, policy, task_sampler, runner, resources, stop, filters)
+        batches = await _queue(config, folder, policy, task_sampler, runner, resources, stop, filters)
         stack.push_async_callback(batches.close)
         algorithm, critic, reference = await _algorithm(config, policy, runner.requests, state)
         _announce(config, algorithm, console)
@@ -162,7 +158,7 @@ async def _parts(
         if state is not None:
             learner.restore(state)
         (state.random if state else RandomStates.seeded(config.seed)).restore()
-        await batches.restore(state.batches if state else BatchSourceState())
+        await batches.restore(state.batches if state else SavedQueue())
         ending = EndCondition(config.until, state.ending if state else {})
         yield Run(
             config=config,
@@ -205,7 +201,7 @@ def _demonstrations(config: RunConfig, data: RunData, policy: Trainer) -> Demons
     )
 
 
-async def _batch_source(
+async def _queue(
     config: RunConfig,
     folder: RunFolder,
     policy: Trainer,
@@ -214,35 +210,31 @@ async def _batch_source(
     resources: RolloutResources,
     stop: StopSignal,
     filters: GroupFilters,
-) -> BatchSource:
+) -> BatchQueue:
     policy.models.on_outage(runner.requests.suspend)
-    if not config.uses_rollouts:
-        return EmptyBatchSource()
-    plan = sampling_plan(config, filters)
-    buffer = buffers.build(config.buffer, folder.layout.buffer, config.name)
-    in_process = config.mode != "train"
-    if not in_process:
-        await agree(buffer, config.model_dump(mode="json"), "train")
-    notes = CoordinationNotes(MemoryBuffer() if in_process else buffer)
-    method = config.sync.method or ("memory" if in_process else "checkpoint")
+    shared = config.mode == "train" and config.uses_rollouts
+    store = open_store(config.buffer, folder.layout.buffer, config.name, shared=shared)
+    if shared:
+        await store.agree("train", shared_settings(config.model_dump(mode="json")))
+    method = config.sync.method or ("checkpoint" if shared else "memory")
     keep = config.sync.checkpoints_to_keep(config.staleness)
-    publisher = WeightPublisher(policy, notes, method, keep, config.checkpoint.ttl_seconds)
-    sampling = None
-    if in_process:
-        sampling = SamplingLoop(
+    publisher = WeightPublisher(policy, store, method, keep, config.checkpoint.ttl_seconds)
+    selector = BatchSelector(store, config.buffer, config.seed)
+    if not config.uses_rollouts:
+        return EmptyQueue(store, selector, policy, publisher, config.sync, last_step=config.steps)
+    sampler = None
+    if not shared:
+        sampler = Sampler(
             training_workflow(config, resources),
-            LocalDraws(task_sampler, plan.groups, plan.seed),
+            task_sampler,
             publisher.open,
-            plan,
+            sampling_plan(config, filters),
             runner,
-            buffer,
-            notes,
-            capacity=config.buffer.capacity,
+            store,
             timeout_hint="Set sync.timeout higher than a step takes.",
         )
-    selector = BatchSelector(buffer, config.buffer, config.seed)
-    return BufferedBatchSource(
-        buffer, selector, policy, publisher, notes, config.sync, last_step=config.steps, sampling=sampling, stop=stop
+    return BatchQueue(
+        store, selector, policy, publisher, config.sync, last_step=config.steps, sampler=sampler, stop=stop
     )
 
 

@@ -25,8 +25,8 @@ from tinsmith.rl.record.layout import Layout
 from tinsmith.rl.record.metrics import is_partial
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rollouts.filters import GroupFilters
-from tinsmith.rl.rollouts.producer import SamplingPlan
 from tinsmith.rl.rollouts.resources import RolloutResources
+from tinsmith.rl.rollouts.sampler import SamplingPlan
 from tinsmith.rl.run.folder import RunFolder
 from tinsmith.rl.run.resume import TasksPerStep, check_adapter, state_of_checkpoint
 from tinsmith.rl.run.state import State
@@ -226,6 +226,7 @@ def sampling_plan(config: RunConfig, filters: GroupFilters) -> SamplingPlan:
         staleness=config.staleness,
         seed=config.seed,
         sync=config.sync,
+        capacity=config.buffer.capacity,
         filters=filters,
         recomputes=config.algorithm.recomputes,
         filter_refills=config.filter_refills,

@@ -15,8 +15,8 @@ from tinsmith.errors import ConfigError
 from tinsmith.plurals import counted
 from tinsmith.rl.policy.models import CheckpointInfo, ModelConfig
 from tinsmith.rl.record.layout import Layout
-from tinsmith.rl.rollouts.batch_source import BatchSourceState
-from tinsmith.rl.rollouts.buffers.replay import SelectorState
+from tinsmith.rl.rollouts.queue import SavedQueue
+from tinsmith.rl.rollouts.replay import SelectorState
 from tinsmith.rl.run.state import (
     RandomStates,
     State,
@@ -123,9 +123,9 @@ def state_of_checkpoint(info: CheckpointInfo, path: str, per_step: TasksPerStep,
     return derived.model_copy(update={"origin": path}), exact
 
 
-def _sampled(step: int) -> BatchSourceState:
+def _sampled(step: int) -> SavedQueue:
     """Batches up to that of `step` are used, and none waits."""
-    return BatchSourceState(reading=SelectorState(next=step + 1), sampled=step)
+    return SavedQueue(reading=SelectorState(next=step + 1), sampled=step)
 
 
 def check_adapter(info: CheckpointInfo, path: str, model: ModelConfig) -> None:

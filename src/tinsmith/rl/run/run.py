@@ -20,8 +20,8 @@ from tinsmith.rl.policy.trainer import Trainer
 from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.record import comparison
 from tinsmith.rl.record.recorder import Recorder
-from tinsmith.rl.rollouts.batch_source import BatchSource
-from tinsmith.rl.rollouts.progress import Batch
+from tinsmith.rl.rollouts.batch import Batch
+from tinsmith.rl.rollouts.queue import BatchQueue
 from tinsmith.rl.run.checkpointer import Checkpointer
 from tinsmith.rl.run.gradient_stream import GradientStream
 from tinsmith.rl.run.learner import Learner, StreamedGroups
@@ -36,7 +36,7 @@ class Run:
 
     config: RunConfig
     """The settings of the run, with the number of its steps."""
-    batches: BatchSource
+    batches: BatchQueue
     """Where the rollouts of each step come from."""
     learner: Learner
     """What learns from them: policy, critic, coefficients of the algorithm, task order."""
@@ -151,7 +151,7 @@ class Run:
         point = self.checkpoints.resume_point(step)
         self.batches.limit_staleness(self.learner.staleness_limit)
         with self.recorder.span("publishing", step):
-            await self.batches.mark_trained(step)
+            await self.batches.publish(step)
         if self.evaluator.due(step, step if last else self.config.steps):
             with self.recorder.span("evaluation", step):
                 await self._evaluate(step, {})

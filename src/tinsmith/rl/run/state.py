@@ -23,7 +23,7 @@ from tinsmith.atomic import atomic_write
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config.checkpoints import Checkpoints
 from tinsmith.rl.record.layout import Layout
-from tinsmith.rl.rollouts.batch_source import BatchSourceState
+from tinsmith.rl.rollouts.queue import SavedQueue
 from tinsmith.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class State(Settings):
     """Number of demonstrations drawn."""
     random: RandomStates
     """State of the global random generators."""
-    batches: BatchSourceState = BatchSourceState()
+    batches: SavedQueue = SavedQueue()
     """Which batches were sampled and trained on, and the batches that wait for training."""
     algorithm: dict[str, float] = Field(default_factory=dict)
     """Adaptive coefficients of the algorithm by name."""

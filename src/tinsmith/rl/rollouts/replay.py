@@ -15,8 +15,8 @@ import numpy as np
 from pydantic import Field
 
 from tinsmith.rl.policy.sampling import request_seed
-from tinsmith.rl.rollouts.buffers.base import Buffer
-from tinsmith.rl.rollouts.progress import Batch
+from tinsmith.rl.rollouts.batch import Batch
+from tinsmith.rl.rollouts.store import Store
 from tinsmith.settings import Needs, Settings
 
 _ENABLED = Needs("enable", (True,))
@@ -85,13 +85,11 @@ class SelectorState(Settings):
 
 
 class BatchSelector:
-    """Selects the batches of a buffer to train on."""
+    """Selects the stored batches to train on."""
 
-    def __init__(
-        self, buffer: Buffer, config: BufferSettings, seed: int, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, store: Store, config: BufferSettings, seed: int, clock: Callable[[], float] = time.time) -> None:
         """`clock` returns the Unix time in seconds."""
-        self._buffer, self._config, self._seed, self._clock = buffer, config, seed, clock
+        self._store, self._config, self._seed, self._clock = store, config, seed, clock
         self._next = 1
         self._uses: dict[int, BatchUse] = {}
         self._versions: dict[int, int] = {}
@@ -155,27 +153,27 @@ class BatchSelector:
             return replace(batch, groups=fresh, numbers=numbers)
 
     async def clear(self, numbers: Collection[int] | None = None) -> None:
-        """Delete batches in `done`, all or those of `numbers`, from the buffer, once no checkpoint needs them."""
+        """Delete batches in `done`, all or those of `numbers`, from the store, once no checkpoint needs them."""
         used = sorted(self._done if numbers is None else numbers)
-        await self._buffer.drop(used)
+        await self._store.drop(used)
         self._done.difference_update(used)
 
     def _is_fresh(self, age: int) -> bool:
         return self._config.max_staleness is None or age <= self._config.max_staleness
 
     async def _oldest(self) -> Batch | None:
-        if self._next not in await self._buffer.numbers():
+        if self._next not in await self._store.numbers():
             return None
         self._next += 1
         self._done.add(self._next - 1)
-        return await self._buffer.get(self._next - 1)
+        return await self._store.get(self._next - 1)
 
     async def _best(self, version: int, again: bool) -> Batch | None:
         replay, now = self._config.replay, self._clock()
         priorities: dict[int, float] = {}
-        for number in sorted(set(await self._buffer.numbers()) - self._done):
+        for number in sorted(set(await self._store.numbers()) - self._done):
             if number not in self._versions:
-                self._versions[number] = min(group.version for group in (await self._buffer.get(number)).groups)
+                self._versions[number] = min(group.version for group in (await self._store.get(number)).groups)
             use = self._uses.get(number, BatchUse())
             if use.count and replay.cooldown is None:  # the process was killed before it deleted this used batch
                 self._done.add(number)
@@ -200,4 +198,4 @@ class BatchSelector:
         self._uses[best] = BatchUse(count=count, rests_until=now + (replay.cooldown or 0.0), version=version)
         if replay.cooldown is None or replay.priority_of(best, version=0, uses=count, seed=self._seed) == float("-inf"):
             self._done.add(best)
-        return await self._buffer.get(best)
+        return await self._store.get(best)

@@ -11,28 +11,34 @@ from typing import TypeVar
 
 import pytest
 
-from tests.rl.rollouts.buffers.test_buffers import batch
+from tests.rl.rollouts.test_store import batch
 from tests.rl.scripted_run import REPLIES, Killed, breaking, rows, run, settings
 from tinsmith.errors import TinsmithError
-from tinsmith.rl.rollouts.buffers.memory import MemoryBuffer, MemoryConfig
-from tinsmith.rl.rollouts.buffers.replay import BatchSelector, ReplayConfig, SelectorState
+from tinsmith.rl.rollouts.batch import Batch
+from tinsmith.rl.rollouts.buffer import MemoryConfig
+from tinsmith.rl.rollouts.replay import BatchSelector, ReplayConfig, SelectorState
+from tinsmith.rl.rollouts.store import MemoryStore, QueueState
 from tinsmith.testing import ScriptedPolicy
 
 T = TypeVar("T")
 
 
 def with_selector(
-    versions: Sequence[int], use: Callable[[BatchSelector, MemoryBuffer, list[float]], Awaitable[T]], **config
+    versions: Sequence[int], use: Callable[[BatchSelector, MemoryStore, list[float]], Awaitable[T]], **config
 ) -> T:
-    """A buffer of batches 1, 2, … sampled by weights of `versions`; the list holds the clock's time in seconds."""
+    """A store of batches 1, 2, … sampled by weights of `versions`; the list holds the clock's time in seconds."""
 
     async def main() -> T:
-        buffer, now = MemoryBuffer(), [0.0]
-        for number, version in enumerate(versions, 1):
-            await buffer.put(batch(number, version))
-        return await use(BatchSelector(buffer, MemoryConfig(**config), 0, clock=lambda: now[0]), buffer, now)
+        store, now = MemoryStore(), [0.0]
+        await put(store, *(batch(number, version) for number, version in enumerate(versions, 1)))
+        return await use(BatchSelector(store, MemoryConfig(**config), 0, clock=lambda: now[0]), store, now)
 
     return asyncio.run(main())
+
+
+async def put(store: MemoryStore, *batches: Batch) -> None:
+    """Store batches."""
+    await store.update(lambda _: QueueState(), batches)
 
 
 async def taken(selector: BatchSelector, count: int, version: int = 0) -> list[int | None]:
@@ -42,29 +48,29 @@ async def taken(selector: BatchSelector, count: int, version: int = 0) -> list[i
 
 
 def test_batches_are_selected_once_oldest_first():
-    async def use(selector, buffer, now):
+    async def use(selector, store, now):
         first = await taken(selector, 4)
         await selector.clear()
-        return first, list(await buffer.numbers())
+        return first, list(await store.numbers())
 
     assert with_selector([0, 1, 2], use) == ([1, 2, 3, None], [])
 
 
 def test_missing_batch_blocks_later_ones():
-    async def use(selector, buffer, now):
-        await buffer.drop([2])
+    async def use(selector, store, now):
+        await store.drop([2])
         before = await taken(selector, 2)
-        await buffer.put(batch(2))
+        await put(store, batch(2))
         return before, await taken(selector, 2)
 
     assert with_selector([0, 0, 0], use) == ([1, None], [2, 3])
 
 
 def test_max_staleness_drops_and_counts_old_groups():
-    async def use(selector, buffer, now):
+    async def use(selector, store, now):
         mixed = batch(3, version=4, groups=2)
         old = replace(mixed.groups[1], version=1)
-        await buffer.put(replace(mixed, groups=(mixed.groups[0], old)))
+        await put(store, replace(mixed, groups=(mixed.groups[0], old)))
         selected = await selector.take(5)
         return selected.step, [group.version for group in selected.groups], selected.numbers["buffer/dropped_groups"]
 
@@ -76,7 +82,7 @@ def test_max_staleness_drops_and_counts_old_groups():
 def test_max_staleness_sets_the_oldest_version(step, bound):
     """Step `step` trains weights of version step - 1; its batch has version max(step - bound - 1, 0) or newer."""
 
-    async def use(selector, buffer, now):
+    async def use(selector, store, now):
         batches = [await selector.take(step - 1) for _ in range(step)]
         return [selected.groups[0].version for selected in batches if selected is not None]
 
@@ -84,7 +90,7 @@ def test_max_staleness_sets_the_oldest_version(step, bound):
 
 
 def test_replay_prefers_new_and_rarely_used_batches():
-    async def use(selector, buffer, now):
+    async def use(selector, store, now):
         return await taken(selector, 8)
 
     # priorities: 0, 1, 5 at first; each use costs 2
@@ -93,7 +99,7 @@ def test_replay_prefers_new_and_rarely_used_batches():
 
 
 def test_replay_waits_for_the_cooldown():
-    async def use(selector, buffer, now):
+    async def use(selector, store, now):
         first = await taken(selector, 3)
         now[0] = 10.0
         return first, await taken(selector, 2, 3)
@@ -103,22 +109,22 @@ def test_replay_waits_for_the_cooldown():
 
 
 def test_replay_without_cooldown_uses_batches_once():
-    async def use(selector, buffer, now):
+    async def use(selector, store, now):
         steps = await taken(selector, 3)
         await selector.clear()
-        return steps, list(await buffer.numbers())
+        return steps, list(await store.numbers())
 
     assert with_selector([0, 1], use, replay={"enable": True}) == ([2, 1, None], [])
 
 
 def test_used_batch_is_not_reused_after_a_kill_before_its_drop():
-    async def use(selector, buffer, now):
+    async def use(selector, store, now):
         await taken(selector, 1)
-        again = BatchSelector(buffer, MemoryConfig(replay={"enable": True}), 0)
+        again = BatchSelector(store, MemoryConfig(replay={"enable": True}), 0)
         again.restore(selector.state)
         steps = await taken(again, 2, 1)
         await again.clear()
-        return steps, list(await buffer.numbers())
+        return steps, list(await store.numbers())
 
     assert with_selector([0, 1], use, replay={"enable": True}) == ([1, None], [])
 
@@ -127,7 +133,7 @@ AGAIN = {"enable": True, "cooldown": 0.0}
 
 
 def test_batch_is_not_reused_by_the_same_weights():
-    async def use(selector, buffer, now):
+    async def use(selector, store, now):
         same = [await selector.take(7) for _ in range(3)]
         other = await selector.take(8)
         return [selected and selected.step for selected in (*same, other)], (await selector.take(8, again=True)).step
@@ -137,7 +143,7 @@ def test_batch_is_not_reused_by_the_same_weights():
 
 
 def test_batches_beyond_the_replay_size_count_as_taken():
-    async def use(selector, buffer, now):
+    async def use(selector, store, now):
         await taken(selector, 1, 9)
         return selector.taken
 
@@ -145,16 +151,16 @@ def test_batches_beyond_the_replay_size_count_as_taken():
 
 
 def test_replay_drops_batches_over_max_staleness():
-    async def use(selector, buffer, now):
+    async def use(selector, store, now):
         steps = await taken(selector, 1, 9)
         await selector.clear()
-        return steps, selector.taken, list(await buffer.numbers())
+        return steps, selector.taken, list(await store.numbers())
 
     assert with_selector([3, 5], use, replay=AGAIN, max_staleness=1) == ([None], 2, [])
 
 
 def test_linear_decay_limited_stops_after_limit_uses():
-    async def use(selector, buffer, now):
+    async def use(selector, store, now):
         return await taken(selector, 7)
 
     how = {"enable": True, "priority": "linear_decay_limited", "limit": 3, "cooldown": 0.0, "decay": 2.0}
@@ -170,18 +176,18 @@ def test_linear_decay_limited_noise_has_deviation_sigma():
 
 
 def test_replay_size_bounds_stored_batches():
-    async def use(selector, buffer, now):
+    async def use(selector, store, now):
         await taken(selector, 1)
         await selector.clear()
-        return sorted(await buffer.numbers())
+        return sorted(await store.numbers())
 
     assert with_selector([3, 0, 2, 1], use, replay={"enable": True, "size": 2, "cooldown": 0.0}) == [1, 3]
 
 
 def test_selector_resumes_from_its_state():
-    async def use(selector, buffer, now):
+    async def use(selector, store, now):
         first = await taken(selector, 3)
-        again = BatchSelector(buffer, MemoryConfig(replay={"enable": True, "cooldown": 0.0}), 0, clock=lambda: 0.0)
+        again = BatchSelector(store, MemoryConfig(replay={"enable": True, "cooldown": 0.0}), 0, clock=lambda: 0.0)
         again.restore(SelectorState.model_validate_json(selector.state.model_dump_json()))
         return first, await taken(again, 3, 3), await taken(selector, 3, 3)
 

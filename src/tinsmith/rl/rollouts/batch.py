@@ -1,7 +1,7 @@
-"""A batch that is being sampled: its tasks, and the groups that are finished.
+"""A batch, and a batch that is being sampled: its tasks, and the groups that are finished.
 
-A checkpoint stores batches in this form if they are not complete when the run stops: no task is lost, and finished
-groups are not sampled again.
+A checkpoint stores batches that are not complete when the run stops as they are: no task is lost, and finished groups
+are not sampled again.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from tinsmith.rl.types import Group, Task
 class Batch:
     """The groups of one step.
 
-    Example: Batch(step=3, groups=(group, group), cursor=48, numbers={"sync/weights": 2.0})
+    Example: Batch(step=3, groups=(group, group), numbers={"sync/weights": 2.0})
     """
 
     step: int
     """Number of the batch, from 1: the step that trains on it, unless batches are reused or taken out of order."""
     groups: tuple[Group, ...]
-    cursor: int = 0
-    """Training tasks drawn when the last task of this batch was drawn, for this and other batches."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Metrics of sampling."""
     sampled_from: float = 0.0
@@ -43,7 +41,7 @@ BATCH: TypeAdapter[Batch] = TypeAdapter(Batch)
 class BatchInProgress:
     """Groups of one step, finished or not. All lists have the same length.
 
-    Example: BatchInProgress(step=3, tasks=[first, second], seeds=[17, 4], groups=[None, group], cursor=48)
+    Example: BatchInProgress(step=3, tasks=[first, second], seeds=[17, 4], groups=[None, group])
     """
 
     step: int
@@ -51,25 +49,17 @@ class BatchInProgress:
     seeds: list[int] = field(default_factory=list)
     groups: list[Group | None] = field(default_factory=list)
     """Finished groups; None for tasks that are being rolled out."""
-    cursor: int = 0
-    """Training tasks drawn when the last task of this batch was drawn."""
     refills: int = 0
     """Times that all tasks were replaced because every rollout failed."""
     filter_refills: int = 0
     """Times that tasks were added because filters dropped groups."""
     began: float = field(default_factory=time.time)
 
-    def add(self, tasks: Sequence[Task], seeds: Sequence[int], cursor: int) -> None:
+    def add(self, tasks: Sequence[Task], seeds: Sequence[int]) -> None:
         """Add tasks to roll out."""
         self.tasks += tasks
         self.seeds += seeds
         self.groups += [None] * len(tasks)
-        self.cursor = cursor
-
-    def clear(self) -> None:
-        """Drop all tasks and groups."""
-        for values in (self.tasks, self.seeds, self.groups):
-            values.clear()
 
     @property
     def open(self) -> list[int]:
@@ -96,7 +86,6 @@ class BatchInProgress:
         return Batch(
             step=self.step,
             groups=tuple(self.finished),
-            cursor=self.cursor,
             numbers=numbers,
             sampled_from=self.began,
             sampled_until=time.time(),

@@ -14,16 +14,14 @@ from tinsmith.rl.data.sources import Addition
 from tinsmith.rl.data.tasks import TaskSampler, TasksConfig, split
 from tinsmith.rl.policy.request_limit import RequestLimit
 from tinsmith.rl.policy.sampling import SamplingConfig, request_seed
-from tinsmith.rl.rollouts.batch_source import BatchSourceState, BufferedBatchSource
-from tinsmith.rl.rollouts.buffers.memory import MemoryBuffer, MemoryConfig
-from tinsmith.rl.rollouts.buffers.replay import BatchSelector
-from tinsmith.rl.rollouts.coordination import CoordinationNotes
-from tinsmith.rl.rollouts.producer import SamplingPlan
-from tinsmith.rl.rollouts.progress import Batch
+from tinsmith.rl.rollouts.batch import Batch
+from tinsmith.rl.rollouts.buffer import MemoryConfig
+from tinsmith.rl.rollouts.queue import BatchQueue, SavedQueue
+from tinsmith.rl.rollouts.replay import BatchSelector
 from tinsmith.rl.rollouts.runner import RolloutConfig, RolloutRunner
-from tinsmith.rl.rollouts.sampling_loop import SamplingLoop
-from tinsmith.rl.rollouts.task_draws import LocalDraws
-from tinsmith.rl.rollouts.weight_sync import SyncConfig, WeightPublisher, WeightSubscriber
+from tinsmith.rl.rollouts.sampler import Sampler, SamplingPlan
+from tinsmith.rl.rollouts.store import MemoryStore
+from tinsmith.rl.rollouts.weights import SyncConfig, WeightPublisher
 from tinsmith.rl.types import Rollout, Task
 from tinsmith.testing import ScriptedSnapshot, run_virtually
 
@@ -101,7 +99,7 @@ def task_sampler() -> TaskSampler:
     return split(TasksConfig(train=Addition(), held_out=0), seed=0)[0]
 
 
-def batch_source(
+def batch_queue(
     workflow,
     policy,
     *,
@@ -111,36 +109,32 @@ def batch_source(
     rollout: dict[str, Any] | None = None,
     capacity: int = 16,
     **sync: Any,
-) -> BufferedBatchSource:
+) -> BatchQueue:
     """Batches of four groups of two rollouts, sampled in process and stored in memory."""
     config = SyncConfig(**{"timeout": 60.0, **sync})
-    buffer, notes = MemoryBuffer(), CoordinationNotes(MemoryBuffer())
-    publisher = WeightPublisher(policy, notes, config.method or "memory", config.keep, None)
-    sampling = SamplingLoop(
+    store = MemoryStore()
+    publisher = WeightPublisher(policy, store, config.method or "memory", config.keep, None)
+    sampler = Sampler(
         workflow,
-        LocalDraws(tasks or task_sampler(), 4, 0),
+        tasks or task_sampler(),
         publisher.open,
-        SamplingPlan(steps=steps, groups=4, size=2, staleness=staleness, seed=0, sync=config),
+        SamplingPlan(steps=steps, groups=4, size=2, staleness=staleness, seed=0, sync=config, capacity=capacity),
         RolloutRunner(RolloutConfig(**(rollout or {})), RequestLimit(100)),
-        buffer,
-        notes,
-        capacity=capacity,
+        store,
         timeout_hint="Raise sync.timeout.",
     )
-    selector = BatchSelector(buffer, MemoryConfig(), 0)
-    return BufferedBatchSource(buffer, selector, policy, publisher, notes, config, last_step=0, sampling=sampling)
+    selector = BatchSelector(store, MemoryConfig(), 0)
+    return BatchQueue(store, selector, policy, publisher, config, last_step=0, sampler=sampler)
 
 
-async def trained(
-    policy: VersionedPolicy, batches: BufferedBatchSource, steps: range, pause: float = 0.0
-) -> list[Batch]:
+async def trained(policy: VersionedPolicy, batches: BatchQueue, steps: range, pause: float = 0.0) -> list[Batch]:
     """Batches of `steps`; each step is an update that takes `pause` seconds, of a virtual clock."""
     received = []
     for step in steps:
         received.append(await batches.next(step))
         await asyncio.sleep(pause)
         policy.version += 1
-        await batches.mark_trained(step)
+        await batches.publish(step)
     await batches.close()
     return received
 
@@ -167,7 +161,7 @@ def versions(batches: list[Batch]) -> list[int]:
 @pytest.mark.parametrize("method", ["memory", "checkpoint"])
 def test_fixed_style_sets_the_weights_of_each_batch(interval, offset, expected, method):
     policy = VersionedPolicy()
-    batches = batch_source(CountingWorkflow(), policy, steps=12, staleness=offset, interval=interval, method=method)
+    batches = batch_queue(CountingWorkflow(), policy, steps=12, staleness=offset, interval=interval, method=method)
     received = run_virtually(trained(policy, batches, range(1, 13)))
     assert versions(received) == expected
     rule = SyncConfig(interval=interval)
@@ -177,14 +171,14 @@ def test_fixed_style_sets_the_weights_of_each_batch(interval, offset, expected, 
 
 def test_checkpoint_method_keeps_the_last_published_weights():
     policy = VersionedPolicy()
-    batches = batch_source(CountingWorkflow(), policy, steps=6, method="checkpoint", keep=3)
+    batches = batch_queue(CountingWorkflow(), policy, steps=6, method="checkpoint", keep=3)
     run_virtually(trained(policy, batches, range(1, 7)))
     assert policy.saved == ["sync-000003", "sync-000004", "sync-000005"]
 
 
 def test_on_demand_samples_with_weights_of_the_current_step():
     policy = VersionedPolicy()
-    batches = batch_source(CountingWorkflow(), policy, steps=None, style="on_demand", interval=2)
+    batches = batch_queue(CountingWorkflow(), policy, steps=None, style="on_demand", interval=2)
     received = run_virtually(trained(policy, batches, range(1, 9), pause=0.02))
     assert versions(received) == [0, 0, 1, 1, 2, 2, 3, 3]
 
@@ -197,7 +191,7 @@ def test_on_demand_does_not_deadlock_with_waiting_training():
             await asyncio.sleep(0.01)
             return await super().run(task, policy, count=count, seed=seed)
 
-    batches = batch_source(Slow(), policy, steps=None, style="on_demand", interval=1)
+    batches = batch_queue(Slow(), policy, steps=None, style="on_demand", interval=1)
     received = run_virtually(trained(policy, batches, range(1, 5)))
     assert versions(received)[0] == 0
     assert versions(received)[-1] >= 1
@@ -205,7 +199,7 @@ def test_on_demand_does_not_deadlock_with_waiting_training():
 
 def test_on_publish_samples_with_the_last_published_weights():
     policy = VersionedPolicy()
-    batches = batch_source(CountingWorkflow(), policy, steps=None, style="on_publish", interval=2, publish_every=3)
+    batches = batch_queue(CountingWorkflow(), policy, steps=None, style="on_publish", interval=2, publish_every=3)
     received = run_virtually(trained(policy, batches, range(1, 9), pause=0.02))
     assert set(versions(received)) <= {0, 3, 6}
     assert versions(received) == sorted(versions(received))
@@ -214,20 +208,20 @@ def test_on_publish_samples_with_the_last_published_weights():
 
 def test_on_publish_does_not_wait_for_later_publications():
     policy = VersionedPolicy()
-    batches = batch_source(CountingWorkflow(), policy, steps=None, style="on_publish", interval=1, publish_every=100)
+    batches = batch_queue(CountingWorkflow(), policy, steps=None, style="on_publish", interval=1, publish_every=100)
     assert versions(run_virtually(trained(policy, batches, range(1, 5)))) == [0, 0, 0, 0]
 
 
 def test_live_bounds_batches_in_flight_and_records_versions():
     async def main() -> tuple[int, list[Batch]]:
         policy, workflow = VersionedPolicy(), CountingWorkflow()
-        batches = batch_source(workflow, policy, steps=None, style="live", in_flight=2)
+        batches = batch_queue(workflow, policy, steps=None, style="live", in_flight=2)
         workflow.open.clear()
         first = asyncio.create_task(batches.next(1))
         await until(lambda: len(workflow.seeds) >= 8)
         begun = len(workflow.seeds)
         policy.version = 1
-        await batches.mark_trained(1)
+        await batches.publish(1)
         workflow.open.set()
         received = [await first, await batches.next(2)]
         await batches.close()
@@ -242,7 +236,7 @@ def test_live_bounds_batches_in_flight_and_records_versions():
 def test_sampling_pauses_when_the_buffer_is_full():
     async def main() -> int:
         workflow = CountingWorkflow()
-        batches = batch_source(workflow, VersionedPolicy(), steps=None, style="live", in_flight=2, capacity=3)
+        batches = batch_queue(workflow, VersionedPolicy(), steps=None, style="live", in_flight=2, capacity=3)
         await batches.next(1)
         await until(lambda: len(workflow.seeds) >= 16)
         await batches.close()
@@ -254,7 +248,7 @@ def test_sampling_pauses_when_the_buffer_is_full():
 def test_next_batch_is_sampled_during_training():
     async def main() -> tuple[int, int]:
         workflow = CountingWorkflow()
-        batches = batch_source(workflow, VersionedPolicy(), staleness=1)
+        batches = batch_queue(workflow, VersionedPolicy(), staleness=1)
         await batches.next(1)
         workflow.open.clear()
         await until(lambda: len(workflow.seeds) >= 8)
@@ -269,7 +263,7 @@ def test_next_batch_is_sampled_during_training():
 def test_workflow_calls_stay_within_concurrency():
     async def main() -> int:
         workflow = CountingWorkflow()
-        await batch_source(workflow, VersionedPolicy(), rollout={"concurrency": 3}).next(1)
+        await batch_queue(workflow, VersionedPolicy(), rollout={"concurrency": 3}).next(1)
         return workflow.most
 
     assert asyncio.run(main()) == 3
@@ -277,19 +271,19 @@ def test_workflow_calls_stay_within_concurrency():
 
 def test_requests_have_distinct_seeds():
     workflow = FailingWorkflow(calls=4)
-    batches = batch_source(workflow, VersionedPolicy(), rollout={"split": 1, "retries": 1})
+    batches = batch_queue(workflow, VersionedPolicy(), rollout={"split": 1, "retries": 1})
     run_virtually(trained(VersionedPolicy(), batches, range(1, 7)))
     assert len(set(workflow.seeds)) == len(workflow.seeds) == 6 * 4 * 2
 
 
 def test_state_holds_batches_sampled_ahead():
     async def main():
-        first = batch_source(CountingWorkflow(), VersionedPolicy(), staleness=2, tasks=(tasks := task_sampler()))
+        first = batch_queue(CountingWorkflow(), VersionedPolicy(), staleness=2, tasks=(tasks := task_sampler()))
         await first.next(1)
         position = first.position()
         await until(lambda: first.complete_up_to(position))
-        state = BatchSourceState.model_validate_json((await first.state_at(position)).model_dump_json())
-        again = batch_source(CountingWorkflow(), VersionedPolicy(), staleness=2, tasks=tasks)
+        state = SavedQueue.model_validate_json((await first.state_at(position)).model_dump_json())
+        again = batch_queue(CountingWorkflow(), VersionedPolicy(), staleness=2, tasks=tasks)
         await again.restore(state)
         second = await again.next(2)
         await again.close()
@@ -299,13 +293,14 @@ def test_state_holds_batches_sampled_ahead():
     state, second, cursor = asyncio.run(main())
     assert [batch.step for batch in state.batches] == [2, 3]
     assert second == state.batches[0]
-    assert (second.cursor, cursor) == (8, 4 * 4)
+    assert [group.task for group in second.groups] == task_sampler().draw(8)[4:]
+    assert cursor == 4 * 4
 
 
 def test_sampling_stops_at_the_last_step():
     async def main() -> int:
         workflow = CountingWorkflow()
-        await batch_source(workflow, VersionedPolicy(), staleness=3, steps=2).next(1)
+        await batch_queue(workflow, VersionedPolicy(), staleness=3, steps=2).next(1)
         return len(workflow.seeds)
 
     assert asyncio.run(main()) == 8
@@ -320,7 +315,7 @@ def refused(use: Callable[[], Awaitable[object]], match: str) -> None:
 def test_failed_batch_ends_the_run_with_its_first_error():
     workflow = FailingWorkflow(calls=1000)
     refused(
-        lambda: batch_source(workflow, VersionedPolicy(), rollout={"refills": 2}).next(1),
+        lambda: batch_queue(workflow, VersionedPolicy(), rollout={"refills": 2}).next(1),
         r"step 1 failed, as in 2 batches before\. The most frequent error, \d+ of \d+ times: OSError: no route",
     )
     assert workflow.left == 1000 - 3 * 4
@@ -334,7 +329,7 @@ def test_failed_batch_is_stored_with_its_tasks_and_reported():
             return await super().run(task, policy, count=count, seed=seed)
 
     async def main() -> None:
-        batches = batch_source(Second(), VersionedPolicy(), staleness=2, rollout={"refills": 0})
+        batches = batch_queue(Second(), VersionedPolicy(), staleness=2, rollout={"refills": 0})
         assert (await batches.next(1)).step == 1
         position = batches.position()
         await until(lambda: batches.complete_up_to(position))
@@ -351,19 +346,18 @@ def test_failed_batch_is_stored_with_its_tasks_and_reported():
 
 def test_failed_batch_is_refilled_from_other_tasks():
     async def main() -> Batch:
-        return await batch_source(FailingWorkflow(calls=4), VersionedPolicy(), tasks=tasks).next(1)
+        return await batch_queue(FailingWorkflow(calls=4), VersionedPolicy(), tasks=tasks).next(1)
 
     tasks = task_sampler()
     batch = asyncio.run(main())
-    assert (batch.numbers["rollouts/refills"], batch.cursor) == (1, 8)
+    assert (batch.numbers["rollouts/refills"], tasks.cursor) == (1, 8)
     assert [group.task for group in batch.groups] == task_sampler().draw(8)[4:]
 
 
 def test_waiting_for_weights_times_out():
     async def main() -> None:
-        notes = CoordinationNotes(MemoryBuffer())
-        publisher = WeightPublisher(VersionedPolicy(), notes, "memory", 1, None)
-        weights = WeightSubscriber(notes, publisher.open, 0.01, "Raise sync.timeout.")
-        await weights.at(3)
+        batches = batch_queue(CountingWorkflow(), VersionedPolicy(), staleness=1, timeout=0.01)
+        for step in (1, 2, 3):  # without the weights of step 1, which sample batch 3
+            await batches.next(step)
 
-    refused(main, "No weights of step 3 within 0.01 seconds")
+    refused(main, "No weights of step 1 within 0.01 seconds")
