@@ -20,13 +20,12 @@ help:  ## list the targets
 install: $(INSTALLED)  ## create $(VENV) for demo, tests and checks; the other targets do this first
 
 # Reinstalled when the requirements change. Torch goes first and alone, so that the other packages fit it, from the
-# index TORCH_INDEX if it is set. Modules are compiled when they are first imported: most of these never are, and to
-# compile them all would take as long as the rest. pip prints errors only: it warns of an extra that a package spells in
-# another way.
+# index TORCH_INDEX if it is set; its modules, of which most are never imported, are compiled when they are. pip prints
+# errors only: it warns of an extra that a package spells in another way.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -qq --no-compile --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(BIN)/python -m pip install -qq --no-compile --constraint constraints.txt --editable '.[serve,dev,hub]'
+	$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[serve,dev,hub]'
 	touch $@
 
 vllm: $(VLLM)/.installed  ## create $(VLLM) with vLLM for CPUs, for `tinsmith serve --sampler vllm`

@@ -41,7 +41,7 @@ def import_file(file: Path) -> ModuleType:
     if (loaded := sys.modules.get(name)) is not None:
         if loaded.__file__ is not None and Path(loaded.__file__).resolve() == file.resolve():
             return loaded
-        raise ImportError(f"{file} has the name of another module, {name}; rename it")
+        raise ImportError(f"the file has the name of another module, {name}; rename it")
     spec = spec_from_file_location(name, file)
     if spec is None or spec.loader is None or not file.is_file():
         raise ImportError(f"there is no Python file {file}")

@@ -239,7 +239,7 @@ def _module(file: Path) -> ModuleType:
             "Install it, or write the file without it: docs/train/environments.md.",
         ) from error
     except ImportError as error:
-        raise ConfigError(f"plugins: {error}.") from error
+        raise ConfigError(f"plugins: {file} cannot be imported: {error}") from error
     except Exception as error:
         raise ConfigError(f"plugins: {file} cannot be imported: {type(error).__name__}: {error}") from error
 

@@ -85,11 +85,13 @@ def test_vllm_that_does_not_start_leaves_no_process(tmp_path: Path) -> None:
     python.chmod(0o755)
     vllm = VllmConfig(python=python, args=("--fail",))
 
+    before = set(psutil.Process().children())
+
     async def run() -> None:
         factory = ClusterFactory(ClusterConfig(), tmp_path)
         with pytest.raises(EngineError, match="no memory left"):
             await factory(EngineConfig(source="toy", kind="fake", sampler="vllm", vllm=vllm))
-        assert not psutil.Process().children()
+        assert set(psutil.Process().children()) <= before
         assert isinstance(factory._slots, LocalSlots)
         assert factory._slots._reserved == []
 
