@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import yaml
@@ -16,7 +17,7 @@ from tests.rl.scripted_run import rows
 from tests.rl.scripted_run import run as train
 from tinsmith import cli, entry_points
 from tinsmith.dialects import dialects, find_dialect, read_run
-from tinsmith.dialects.base import Dialect
+from tinsmith.dialects.base import Copied, Dialect, Section, has_key, keys
 from tinsmith.errors import ConfigError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "code" / "packages.md").read_text()
@@ -134,3 +135,23 @@ def test_dialects_of_tinsmith_are_found() -> None:
     assert {dialect.name for dialect in entry_points.load("tinsmith.dialects", Dialect).values()} == {
         "minds_RL", "rLLM", "Trinity-RFT",
     }  # fmt: skip
+
+
+def test_fields_of_sections_in_a_list_are_keys() -> None:
+    class Part(Section):
+        kind: Annotated[str, Copied("name")]
+
+    class File(Section):
+        parts: list[Part]
+
+    assert [key.path for key in keys(File)] == ["parts[].kind"]
+    assert has_key(File, ["parts", "0", "kind"])
+    assert not has_key(File, ["parts", "0", "size"])
+
+
+def test_field_without_a_fate_is_named_with_what_to_write() -> None:
+    class File(Section):
+        size: int
+
+    with pytest.raises(TypeError, match=r"File.size has no fate: .* @translates\(File, size=…\)"):
+        list(keys(File))

@@ -302,7 +302,7 @@ def _sections(annotation: Any) -> list[type[Section]]:
 
 def _plural(info: FieldInfo) -> str:
     text = str(info.annotation)
-    return "[]" if "tuple[" in text else ".*" if "dict[" in text else ""
+    return "[]" if "tuple[" in text or "list[" in text else ".*" if "dict[" in text else ""
 
 
 def _fate(section: type[Section], name: str) -> Fate:
@@ -314,7 +314,10 @@ def _fate(section: type[Section], name: str) -> Fate:
             return Translated(kind.__translated__[name])
         if _annotates(kind, name) and (declared := _declared(kind, name)):
             return declared
-    raise TypeError(f"{section.__name__}.{name} has no fate")
+    raise TypeError(
+        f"{section.__name__}.{name} has no fate: annotate the field with Copied, Ignored or Refused, or name it in "
+        f"@translates({section.__name__}, {name}=…)"
+    )
 
 
 def _annotates(section: type[Section], name: str) -> bool:
