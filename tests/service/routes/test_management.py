@@ -16,7 +16,7 @@ from tinsmith.service.storage.records import Checkpoint, Model
 from tinsmith.service.storage.retention import UNFETCHED_S, Retention, prune
 
 MANY = 10_000
-LIMIT_S = 0.3
+LIMIT_S = 0.3  # of CPU
 
 
 async def filled(app: Api) -> str:
@@ -47,11 +47,12 @@ async def filled(app: Api) -> str:
 
 
 async def fastest(call: Callable) -> tuple[float, object]:
+    """Seconds of this process's CPU that a call takes at best, and its answer."""
     best, answer = float("inf"), None
     for _ in range(5):
-        begun = time.perf_counter()
+        begun = time.process_time()
         answer = await call()
-        best = min(best, time.perf_counter() - begun)
+        best = min(best, time.process_time() - begun)
     return best, answer
 
 
@@ -64,11 +65,9 @@ def test_lists_ten_thousand_checkpoints(tmp_path: Path) -> None:
                 listed = answer.json()["checkpoints"]
                 assert [item["checkpoint_id"] for item in listed] == [f"weights/{n:05d}" for n in range(MANY)][::-1]
                 assert all(datetime.fromisoformat(item["time"]).tzinfo for item in listed)
-                begun = time.perf_counter()
-                json.dumps(listed)
-                plain = time.perf_counter() - begun
+                plain, _ = await fastest(lambda listed=listed: asyncio.to_thread(json.dumps, listed))
                 print(f"{path}: {spent * 1e3:.0f} ms, {spent / plain:.1f} times a plain dump")
-                assert spent < max(LIMIT_S, 5 * plain)  # other load slows down both
+                assert spent < max(LIMIT_S, 5 * plain)
             spent, answer = await fastest(lambda: app.http.get("/api/v1/checkpoints?limit=1000&offset=9500"))
             assert len(answer.json()["checkpoints"]) == 500
             assert answer.json()["cursor"] == {"offset": 9500, "limit": 1000, "total_count": MANY}
