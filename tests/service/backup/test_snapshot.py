@@ -12,11 +12,12 @@ from sqlalchemy import func, select, update
 
 from tests.service.support.databases import beside, url_of
 from tests.service.support.inprocess import api, pass_body
+from tinsmith.engine.base import LoraSpec
 from tinsmith.errors import ConfigError
 from tinsmith.service.backup import create
 from tinsmith.service.backup.create import back_up
 from tinsmith.service.backup.restore import restore
-from tinsmith.service.backup.snapshot import open_snapshot
+from tinsmith.service.backup.snapshot import StoredFolder, open_snapshot
 from tinsmith.service.backup.verify import verify
 from tinsmith.service.storage.payload_files import INLINE_BYTES, PayloadFiles
 from tinsmith.service.storage.records import Model
@@ -248,3 +249,13 @@ def truncate(file: Path) -> None:
 
 def set_rank(file: Path, rank: int) -> None:
     rewrite(file, json.dumps(json.loads(file.read_text()) | {"r": rank}).encode())
+
+
+def test_folder_that_is_being_deleted_is_not_complete(tmp_path: Path) -> None:
+    """The server deletes its files between their listing and a look at them, as with a link to nothing."""
+    stored = StoredFolder(path="c", record="c", lora=LoraSpec(rank=4, seed=1), names=("a",))
+    assert not stored.is_complete(tmp_path / "none")
+    (tmp_path / "a").write_text("1")
+    assert stored.is_complete(tmp_path)
+    (tmp_path / "b").symlink_to(tmp_path / "none")
+    assert not stored.is_complete(tmp_path)

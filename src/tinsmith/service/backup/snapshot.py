@@ -57,7 +57,10 @@ class StoredFolder:
 
     def is_complete(self, folder: Path) -> bool:
         """Whether a copy of it has all its files. The server deletes a folder file by file."""
-        files = {file.name: file.stat().st_size for file in folder.iterdir()} if folder.is_dir() else {}
+        try:
+            files = {file.name: file.stat().st_size for file in folder.iterdir()}
+        except FileNotFoundError:  # it is being deleted
+            return False
         whole = self.size_bytes is None or sum(files.values()) == self.size_bytes
         return bool(files) and whole and all(name in files for name in self.names)
 
