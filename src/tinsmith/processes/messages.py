@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import pickle
 import socket
 import struct
-from typing import Any
+from typing import Any, BinaryIO
 
 LENGTH_PREFIX = struct.Struct("<Q")
 
@@ -32,6 +34,18 @@ def receive(connection: socket.socket) -> bytearray:
     return receive_exactly(connection, size)
 
 
+def read(stream: BinaryIO | io.IOBase) -> bytes:
+    """As `receive`, from a blocking stream."""
+    (size,) = LENGTH_PREFIX.unpack(_read_exactly(stream, LENGTH_PREFIX.size))
+    return _read_exactly(stream, size)
+
+
+async def read_async(stream: asyncio.StreamReader) -> Any:
+    """The next message of a stream, decoded. Raises IncompleteReadError if the other end has closed."""
+    (size,) = LENGTH_PREFIX.unpack(await stream.readexactly(LENGTH_PREFIX.size))
+    return pickle.loads(await stream.readexactly(size))
+
+
 def receive_exactly(connection: socket.socket, size: int) -> bytearray:
     """The next `size` bytes. Raises EOFError if the other end has closed."""
     data = bytearray(size)
@@ -41,4 +55,11 @@ def receive_exactly(connection: socket.socket, size: int) -> bytearray:
         if not count:
             raise EOFError
         filled += count
+    return data
+
+
+def _read_exactly(stream: BinaryIO | io.IOBase, size: int) -> bytes:
+    data = stream.read(size) or b""  # None: a socket's stream, silent for longer than its time-out
+    if len(data) < size:
+        raise EOFError
     return data

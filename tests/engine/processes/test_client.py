@@ -25,8 +25,8 @@ from tinsmith.engine.model.precision import set_matmul_precision
 from tinsmith.engine.process_end import ProcessEnd
 from tinsmith.engine.processes.client import RemoteEngine, start_local
 from tinsmith.engine.processes.heartbeat import HeartbeatMonitor
-from tinsmith.engine.processes.worker import LENGTH_PREFIX
 from tinsmith.errors import ConfigError, EngineDied, NotFound, TinsmithError
+from tinsmith.processes.messages import LENGTH_PREFIX
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

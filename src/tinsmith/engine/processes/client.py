@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import pickle
 import ssl
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -36,7 +35,7 @@ from tinsmith.engine.processes.heartbeat import (
 from tinsmith.engine.processes.rpc import Call, Delta, EngineClient, Method, Reply
 from tinsmith.engine.processes.slots import LocalSlot, Program, Slot, SlotProcess
 from tinsmith.errors import EngineDied, TinsmithError
-from tinsmith.processes.messages import LENGTH_PREFIX, encode
+from tinsmith.processes.messages import encode, read_async
 
 log = logging.getLogger(__name__)
 
@@ -288,7 +287,7 @@ class RemoteEngine(ServedEngine):
     async def _listen(self) -> None:
         try:
             while True:
-                message = await _receive(self._reader)
+                message = await read_async(self._reader)
                 if isinstance(message, Heartbeat):
                     self.heartbeats.beat(message)
                 else:
@@ -334,7 +333,7 @@ async def _card(reader: asyncio.StreamReader, heartbeats: HeartbeatMonitor) -> M
     """The first reply of a child: its card or the error of loading. EngineDied if loading stalls."""
 
     async def receive() -> ModelCard | TinsmithError:
-        while isinstance(message := await _receive(reader), Heartbeat):
+        while isinstance(message := await read_async(reader), Heartbeat):
             heartbeats.beat(message)
         return message
 
@@ -358,8 +357,3 @@ async def _send(writer: asyncio.StreamWriter, message: Any) -> None:
     for part in encode(message):
         writer.write(part)
     await writer.drain()
-
-
-async def _receive(reader: asyncio.StreamReader) -> Any:
-    (size,) = LENGTH_PREFIX.unpack(await reader.readexactly(LENGTH_PREFIX.size))
-    return pickle.loads(await reader.readexactly(size))

@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 
 from tinsmith.engine.processes.tls import Identity, TlsSocket
 from tinsmith.errors import EngineDied
-from tinsmith.processes.messages import LENGTH_PREFIX, encode
+from tinsmith.processes.messages import encode, read
 from tinsmith.processes.parent import watch_parent
 
 TOKEN_BYTES = 32
@@ -170,8 +170,11 @@ class Listener:
 
 def read_launch_token(stream: BinaryIO) -> LaunchToken:
     """The launch token on standard input, which only the parent can write. Ends the process if the parent is gone."""
-    (size,) = LENGTH_PREFIX.unpack(_exactly(stream, LENGTH_PREFIX.size))
-    return pickle.loads(_exactly(stream, size))
+    try:
+        message = read(stream)
+    except EOFError:
+        os._exit(0)
+    return pickle.loads(message)
 
 
 def encode_launch_token(launch_token: LaunchToken) -> bytes:
@@ -183,13 +186,6 @@ async def read_report(stream: asyncio.StreamReader) -> tuple[int, bytes]:
     """The port and the certificate that a process reports. Raises IncompleteReadError if it ends before."""
     port, size = _REPORT.unpack(await stream.readexactly(_REPORT.size))
     return port, await stream.readexactly(size)
-
-
-def _exactly(stream: BinaryIO, size: int) -> bytes:
-    data = stream.read(size)
-    if len(data) < size:
-        os._exit(0)  # the parent ended
-    return data
 
 
 def _admit(connection: socket.socket | TlsSocket, launch_token: LaunchToken) -> None:

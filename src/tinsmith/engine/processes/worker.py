@@ -26,7 +26,7 @@ from tinsmith.engine.processes.heartbeat import Heartbeat, blocks_moved, load_pr
 from tinsmith.engine.processes.rpc import Call, Delta, Reply, methods_of
 from tinsmith.engine.processes.tls import TlsSocket
 from tinsmith.errors import EngineError, TinsmithError
-from tinsmith.processes.messages import LENGTH_PREFIX, encode
+from tinsmith.processes.messages import encode, read
 
 
 class ParentLink:
@@ -46,8 +46,7 @@ class ParentLink:
     def receive(self) -> Any:
         """Wait for the next message; pings are skipped."""
         while True:
-            (size,) = LENGTH_PREFIX.unpack(self._exactly(LENGTH_PREFIX.size))
-            message = pickle.loads(self._exactly(size))
+            message = pickle.loads(self._read_message())
             if not isinstance(message, Heartbeat):
                 return message
 
@@ -77,15 +76,12 @@ class ParentLink:
             except OSError:
                 os._exit(0)
 
-    def _exactly(self, size: int) -> bytes:
+    def _read_message(self) -> bytes:
         try:
-            data = self._file.read(size) or b""  # None: silent for longer than the socket's time-out
-        except OSError:
-            data = b""
-        if len(data) < size:
+            return read(self._file)
+        except (EOFError, OSError):
             self.on_end()
             os._exit(0)
-        return data
 
 
 def open_link() -> tuple[ParentLink, bytes]:
