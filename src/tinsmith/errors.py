@@ -50,6 +50,10 @@ class EngineError(TinsmithError):
     """An engine failed on a valid request."""
 
 
+class PortTakenError(EngineError):
+    """Another program has taken a port since it was found free; another start looks for another port."""
+
+
 class EngineDied(EngineError):
     """The engine process exited; its in-memory state is lost.
 

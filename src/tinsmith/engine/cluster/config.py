@@ -9,7 +9,7 @@ from pydantic import Field
 
 from tinsmith.engine.adapters.cache import DEFAULT_CACHE
 from tinsmith.engine.config import EngineConfig
-from tinsmith.errors import ConfigError, EngineError
+from tinsmith.errors import ConfigError
 from tinsmith.plurals import counted
 from tinsmith.settings import Settings
 
@@ -99,10 +99,6 @@ class ClusterConfig(Settings):
                 "Shards are a power of two, and a multiple of the trainers.",
             )
         return shards
-
-
-class PortInUseError(EngineError):
-    """Another program has taken the port of the rendezvous since it was found free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from tinsmith.engine.processes.heartbeat import Wait, first_overdue, followers_s
 from tinsmith.engine.processes.slots import CHILD_ENVIRONMENT
 from tinsmith.engine.processes.supervisor import start_until_up
 from tinsmith.engine_options import VllmConfig
-from tinsmith.errors import ConfigError, EngineDied, EngineError, TinsmithError, Unsupported
+from tinsmith.errors import ConfigError, EngineDied, EngineError, PortTakenError, TinsmithError, Unsupported
 
 log = logging.getLogger(__name__)
 
@@ -165,10 +165,6 @@ def environment_of(config: VllmConfig, card: ModelCard, threads: int) -> dict[st
                 others = [part for part in inherited[key].split(",") if part.replace(" ", "") != EXPANDABLE]
                 overrides[key] = ",".join(others)
     return defaults | inherited | overrides
-
-
-class PortTakenError(EngineError):
-    """Another program took the port between the search for a free one and the start of vLLM."""
 
 
 def _is_taken(port: int) -> bool:

@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 from typing_extensions import override
 
 from tinsmith.engine.base import ModelCard
-from tinsmith.engine.cluster.config import ClusterConfig, PortInUseError, RankConfig
+from tinsmith.engine.cluster.config import ClusterConfig, RankConfig
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.process_end import ProcessEnd
 from tinsmith.engine.processes.client import RemoteEngine, ServedEngine, start_engine
@@ -30,7 +30,7 @@ from tinsmith.engine.processes.heartbeat import (
 )
 from tinsmith.engine.processes.rpc import Method
 from tinsmith.engine.processes.slots import Program, Slot, free_port
-from tinsmith.errors import EngineDied
+from tinsmith.errors import EngineDied, PortTakenError
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ async def start_group(
     """
     cluster.shards_of_rows(deterministic=config.deterministic)
     for _ in range(PORT_ATTEMPTS - 1):
-        with suppress(PortInUseError):
+        with suppress(PortTakenError):
             return await _start_ranks(slots, config, cluster, generation, payload)
     return await _start_ranks(slots, config, cluster, generation, payload)
 

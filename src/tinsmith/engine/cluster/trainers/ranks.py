@@ -29,13 +29,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tinsmith.engine.base import PassResult
-from tinsmith.engine.cluster.config import PortInUseError, RankConfig
+from tinsmith.engine.cluster.config import RankConfig
 from tinsmith.engine.cluster.trainers import shares
 from tinsmith.engine.processes.machine import versions
 from tinsmith.engine.training.exchange import Job
 from tinsmith.engine.training.optimizer import TrainableAdapter
 from tinsmith.engine.training.run_rows import RunRows
-from tinsmith.errors import ConfigError, EngineError, TinsmithError
+from tinsmith.errors import ConfigError, EngineError, PortTakenError, TinsmithError
 from tinsmith.plurals import counted
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def _ending(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result
 
 
 def _meet(config: RankConfig) -> Any:
-    """The store that rank 0 serves, once all ranks have connected. Raises PortInUseError on rank 0."""
+    """The store that rank 0 serves, once all ranks have connected. Raises PortTakenError on rank 0."""
     url = urlsplit(config.rendezvous)
     assert url.hostname is not None
     assert url.port is not None
@@ -82,7 +82,7 @@ def _meet(config: RankConfig) -> Any:
         )
     except dist.DistError as error:
         if serves and "EADDRINUSE" in str(error):
-            raise PortInUseError(f"Port {url.port} of {url.hostname} is in use.", "Start the group again.") from error
+            raise PortTakenError(f"Port {url.port} of {url.hostname} is in use.", "Start the group again.") from error
         traceback.print_exc()
         end_process("the other ranks cannot be reached")
 
