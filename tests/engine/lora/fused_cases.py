@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.engine.triton_compile import assert_compiles
+from tests.engine.triton_programs import assert_compiles
 from tinsmith.engine.lora.elementwise import choice, fused
 
 POINTERS = {

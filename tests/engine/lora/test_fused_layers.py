@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +14,11 @@ from torch import Tensor
 from tests.engine.lora import fused_cases
 from tests.engine.lora.test_layers import loaded
 from tests.engine.plain_kernels import PlainKernels
+from tests.engine.triton_programs import needs_triton, run_python
 from tinsmith.engine.lora import fused_layers, layers
 from tinsmith.engine.lora.elementwise import choice
 from tinsmith.engine.model import self_check
 from tinsmith.engine.model.base_model import BaseModel
-
-needs_triton = pytest.mark.skipif(
-    find_spec("triton") is None, reason="needs Triton: pip install --no-deps triton==3.6.0 (190 MB)"
-)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -35,19 +28,12 @@ def test_functions_over_kernels_match_operators(dtype: torch.dtype) -> None:
 
 @needs_triton
 def test_interpreted_kernels_equal_operators() -> None:
-    run("interpreted", TRITON_INTERPRET="1")
+    run_python("-m", fused_cases.__name__, "interpreted", interpret=True)
 
 
 @needs_triton
 def test_kernels_compile_for_ampere_and_hopper() -> None:
-    run("compiled")
-
-
-def run(name: str, **environment: str) -> None:
-    """In a process of its own, because Triton reads its environment when it is imported."""
-    command = [sys.executable, "-m", "tests.engine.lora.fused_cases", name]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python("-m", fused_cases.__name__, "compiled", interpret=False)
 
 
 @pytest.fixture

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
+from tests.engine.triton_programs import needs_triton, run_python
 
-import pytest
-
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="needs Triton: pip install --no-deps triton==3.6.0 (190 MB)"
-)
+pytestmark = needs_triton
 
 INTERPRETED = """
 import torch
@@ -42,15 +35,8 @@ for capability in (80, 90):
 
 
 def test_interpreted_kernel_equals_operators():
-    run(INTERPRETED, TRITON_INTERPRET="1")
+    run_python("-c", INTERPRETED, interpret=True)
 
 
 def test_kernel_compiles_for_ampere_and_hopper():
-    run(COMPILED)
-
-
-def run(program: str, **environment: str) -> None:
-    """In a process of its own, because Triton reads its environment when it is imported."""
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", COMPILED, interpret=False)

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from tests.engine.triton_compile import assert_compiles
+from tests.engine.triton_programs import assert_compiles
 from tinsmith.engine.model.hybrid.chunk_rule import HeadShape
 from tinsmith.engine.model.hybrid.rule import choice
 from tinsmith.engine.model.hybrid.rule.fused import RuleInputs

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from functools import partial
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -18,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from tests.engine.model.hybrid.plain_rule import PlainRule
+from tests.engine.triton_programs import needs_triton, run_python
 from tinsmith.engine.model.hybrid.chunk_rule import HeadShape, chunk_rule
 from tinsmith.engine.model.hybrid.chunk_tensors import ChunkTensors
 from tinsmith.engine.model.hybrid.chunk_tree import chunk_tree
@@ -25,9 +22,7 @@ from tinsmith.engine.model.hybrid.rule import choice
 from tinsmith.engine.model.hybrid.rule.fused import RuleInputs, fused_rule
 
 CPU, SHAPE = torch.device("cpu"), HeadShape(2, 8, 4, 6)
-needs_triton = pytest.mark.skipif(
-    find_spec("triton") is None, reason="needs Triton: pip install --no-deps triton==3.6.0 (190 MB)"
-)
+CASES = "tests.engine.model.hybrid.rule_cases"
 
 
 @pytest.mark.parametrize("stem", choice.STEMS)
@@ -90,23 +85,16 @@ def test_kernels_of_other_results_are_not_used(
 
 @needs_triton
 def test_interpreted_kernels_are_the_rule() -> None:
-    run("interpreted", TRITON_INTERPRET="1")
+    run_python("-m", CASES, "interpreted", interpret=True)
 
 
 @needs_triton
 @pytest.mark.slow
 def test_interpreted_kernels_are_the_rule_at_length() -> None:
-    run("interpreted_at_length", TRITON_INTERPRET="1")
+    run_python("-m", CASES, "interpreted_at_length", interpret=True)
 
 
 @needs_triton
 @pytest.mark.slow
 def test_kernels_compile_for_ampere_and_hopper() -> None:
-    run("compiled")
-
-
-def run(name: str, **environment: str) -> None:
-    """In a process of its own, because Triton reads its environment when it is imported."""
-    command = [sys.executable, "-m", "tests.engine.model.hybrid.rule_cases", name]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python("-m", CASES, "compiled", interpret=False)

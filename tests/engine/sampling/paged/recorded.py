@@ -65,3 +65,19 @@ def capture(run: Callable[[], None]) -> Graph:
     with recorder:
         run()
     return Graph(recorder.replay)
+
+
+class CountingCapture:
+    """`capture`, with a count of the replays of all its graphs."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def __call__(self, run: Callable[[], None]) -> Graph:
+        graph = capture(run)
+
+        def replay() -> None:
+            self.replays += 1
+            graph.replay()
+
+        return Graph(replay)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.sampling.test_kv_cache import SHAPE, prefilled
+from tests.engine.triton_programs import needs_triton, run_python
 from tinsmith.engine.model.attention_rule import AttentionRule
 from tinsmith.engine.sampling.decode import DecodeAttention
 from tinsmith.engine.sampling.kv_cache import KVCache
@@ -101,13 +97,9 @@ for capability in (80, 90):
 """
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: pip install --no-deps triton==3.6.0 (190 MB)")
+@needs_triton
 @pytest.mark.parametrize(
-    ("program", "interpret"), [(INTERPRETED, "1"), (COMPILED, "0")], ids=["interpreted", "compiled"]
+    ("program", "interpret"), [(INTERPRETED, True), (COMPILED, False)], ids=["interpreted", "compiled"]
 )
-def test_kernel_equals_operators_and_compiles(program: str, interpret: str) -> None:
-    """In a process of its own, because Triton reads its environment when it is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": interpret}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_kernel_equals_operators_and_compiles(program: str, interpret: bool) -> None:
+    run_python("-c", program, interpret=interpret)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.engine.data import pass_for
 from tests.engine.device.programs import ADAM, engine_on_cpu
 from tests.engine.sampling.helpers import PROMPT, assert_same_samples, sample_request, sampling
-from tests.engine.sampling.paged.recorded import Recorder, capture
+from tests.engine.sampling.paged.recorded import CountingCapture, Recorder
 from tinsmith.engine.base import LoraSpec, SampleRequest, SampleResult, SequenceDelta
 from tinsmith.engine.sampling import scheduler
 from tinsmith.engine.sampling.paged import adapter_slots, pages
@@ -108,25 +108,14 @@ def all_requests() -> list[SampleRequest]:
 @pytest.mark.usefixtures("sums_by_products")
 def test_recorded_steps_give_the_tokens_of_banks(paged: Build, llama: Path, banks: TorchEngine) -> None:
     """What is replayed depends on nothing that the host knew when it was recorded."""
-    replays = 0
-
-    def counted(run: Callable[[], None]) -> Graph:
-        graph = capture(run)
-
-        def again() -> None:
-            nonlocal replays
-            replays += 1
-            graph.replay()
-
-        return Graph(again)
-
+    counted = CountingCapture()
     engine = paged(llama, counted)
     asyncio.run(with_versions(engine))
     for actual, expected in zip(
         asyncio.run(results(engine, *all_requests())), asyncio.run(results(banks, *all_requests())), strict=True
     ):
         assert_same_samples(actual, expected)
-    assert replays > 40
+    assert counted.replays > 40
 
 
 def test_step_that_cannot_be_captured_is_started_each_time(

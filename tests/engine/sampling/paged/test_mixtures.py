@@ -15,11 +15,11 @@ from tests.architectures import save_tiny
 from tests.engine.data import pass_for
 from tests.engine.device.programs import ADAM, grouped_products_on_device
 from tests.engine.sampling.helpers import assert_same_samples, sample_request
-from tests.engine.sampling.paged.recorded import Recorder, capture
+from tests.engine.sampling.paged.recorded import CountingCapture, Recorder, capture
 from tinsmith.engine.base import LoraSpec, SampleResult
 from tinsmith.engine.lora.experts.owners import owners_of
 from tinsmith.engine.sampling.paged import choice
-from tinsmith.engine.sampling.paged.step import DecodeStep, Graph
+from tinsmith.engine.sampling.paged.step import DecodeStep
 from tinsmith.engine.torch_engine import TorchEngine
 
 Build = Callable[..., TorchEngine]
@@ -57,21 +57,10 @@ async def samples(engine: TorchEngine) -> list[SampleResult]:
 def test_recorded_steps_of_mixtures_give_the_same_tokens(
     paged: Build, mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replays = 0
-
-    def counted(run: Callable[[], None]) -> Graph:
-        graph = capture(run)
-
-        def again() -> None:
-            nonlocal replays
-            replays += 1
-            graph.replay()
-
-        return Graph(again)
-
+    counted = CountingCapture()
     engine = asyncio.run(trained(paged(mixture, counted, dtype="bfloat16")))
     results = asyncio.run(samples(engine))
-    assert replays == 6  # of two versions; the first of four steps compiles
+    assert counted.replays == 6  # of two versions; the first of four steps compiles
     monkeypatch.setattr(DecodeStep, "_replay", lambda step, shape, _: step._compute(shape))
     for actual, expected in zip(results, asyncio.run(samples(engine)), strict=True):
         assert_same_samples(actual, expected)

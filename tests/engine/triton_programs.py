@@ -1,17 +1,36 @@
-"""Compiles a Triton kernel for a GPU that this machine need not have."""
+"""Programs with Triton's kernels: in a process of their own, and compiled for a GPU that this machine need not have.
+
+Imports no Triton itself, which reads its environment when it is imported.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None, reason="needs Triton: pip install --no-deps triton==3.6.0 (190 MB)"
+)
 
 SHARED_MEMORY = 48 << 10
 """Bytes of shared memory of a program on any GPU without a setting."""
 OPTIONS = ("num_warps", "num_stages")
+
+
+def run_python(*arguments: str, interpret: bool) -> None:
+    """Run Python with `arguments` to its end; its kernels by Triton's interpreter if `interpret`."""
+    environment = {**os.environ, "TRITON_INTERPRET": str(int(interpret))}
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def assert_compiles(
