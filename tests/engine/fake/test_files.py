@@ -82,3 +82,10 @@ def test_replies_of_a_large_vocabulary_end() -> None:
     lengths = [len(sequence.tokens) for sequence in sequences]
     assert 2 < np.mean(lengths) < 150
     assert all(sequence.tokens[-1] == 2 for sequence in sequences if sequence.stop_reason == "stop")
+
+
+def test_weights_are_of_the_model_not_of_its_place(tiny_llama: Path, tmp_path: Path) -> None:
+    """Tests whose folders have new names in each run would otherwise meet other replies each time."""
+    moved = shutil.copytree(tiny_llama, tmp_path / "elsewhere")
+    assert find_files(str(moved)).seed == find_files(str(tiny_llama)).seed
+    assert find_files("toy").seed != find_files("toy-2").seed

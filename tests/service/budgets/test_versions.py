@@ -104,8 +104,9 @@ def test_old_version_is_deleted_and_its_samples_fail(tmp_path: Path) -> None:
             engine = start.made[0].engine
             assert isinstance(engine, MortalEngine)
             stayed = {app.service.store.find(SamplingSession, sampler).version for sampler in samplers[3:]}  # type: ignore[union-attr]
-            assert {folder.name for folder in (tmp_path / "checkpoints").glob("[!.]*")} == stayed
-            assert set(engine._versions) == stayed
+            folders = tmp_path / "checkpoints"  # are deleted after their records
+            await until(lambda: {folder.name for folder in folders.glob("[!.]*")} == stayed)
+            await until(lambda: set(engine._versions) == stayed)
             answer = await app.post("asample", sample_body(samplers[0], 1))
             assert answer.status_code == 404
             assert "save the weights again" in answer.text

@@ -62,7 +62,7 @@ def test_streamed_response_equals_the_whole(ai: openai.OpenAI) -> None:
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type.removeprefix("response.") for event in events]
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
-    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", whole.status]
     assert kinds.count("output_text.delta") == len(kinds) - 8 > 10
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
     last = events[-1].response

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ class ModelFiles:
     """Argument of AutoTokenizer on this machine, or `characters:N` (chat.tokenizer)."""
     folder: Path | None
     """Folder of tokenizer.json; None without one."""
+    seed: int
+    """Seed of its weights: of what it is, not of where it lies on this machine."""
     vocabulary: int = TOY_VOCABULARY
     context: int = _CONTEXT
     eos: tuple[int, ...] = (2,)
@@ -53,19 +56,23 @@ def find_files(source: str) -> ModelFiles:
     """Files of a folder, a GGUF file, a hub id or a toy name. A hub id may be looked up over the network."""
     folder = Path(source).expanduser()
     if (folder / "config.json").is_file():
+        seed = zlib.crc32((folder / "config.json").read_bytes())
         vocabulary = int(_json(folder / "config.json")["vocab_size"])
-        return ModelFiles(tokenizer=str(folder.resolve()), folder=folder, vocabulary=vocabulary)
+        return ModelFiles(tokenizer=str(folder.resolve()), folder=folder, seed=seed, vocabulary=vocabulary)
+    seed = zlib.crc32(source.encode())
     if folder.is_dir():
-        return ModelFiles(tokenizer=str(folder.resolve()), folder=folder)
+        return ModelFiles(tokenizer=str(folder.resolve()), folder=folder, seed=zlib.crc32(folder.name.encode()))
     if "/" not in source:
-        return ModelFiles(tokenizer=f"{CHARACTERS}{TOY_VOCABULARY}", folder=None)
+        return ModelFiles(tokenizer=f"{CHARACTERS}{TOY_VOCABULARY}", folder=None, seed=seed)
     downloaded = None if folder.suffix == ".gguf" else _from_hub(source)
     if downloaded is not None and (described := _describe(source, downloaded)) is not None:
         return described
     stand_in = _stand_in()
     log.warning("%s has no tokenizer on this machine; the fake engine uses a stand-in.", source)
     size = Tokenizer.from_file(str(stand_in / "tokenizer.json")).get_vocab_size()
-    return ModelFiles(tokenizer=str(stand_in), folder=stand_in, vocabulary=size, context=_STAND_IN_CONTEXT)
+    return ModelFiles(
+        tokenizer=str(stand_in), folder=stand_in, seed=seed, vocabulary=size, context=_STAND_IN_CONTEXT
+    )
 
 
 def _from_hub(source: str) -> Path | None:
@@ -94,6 +101,7 @@ def _describe(source: str, folder: Path) -> ModelFiles | None:
     return ModelFiles(
         tokenizer=str(folder) if folder == converted_default() else source,
         folder=folder,
+        seed=zlib.crc32(source.encode()),
         vocabulary=max(size, int(config.get("vocab_size", 0))),
         context=int(config.get("max_position_embeddings", _CONTEXT)),
         eos=_ids(ends),

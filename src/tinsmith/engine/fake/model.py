@@ -112,7 +112,7 @@ class BigramModel:
             parameters_per_rank={"unembed": HIDDEN + vocab},
             adapted_modules={"unembed": ("lm_head",)},
         )
-        rng = np.random.default_rng(zlib.crc32(source.encode()))
+        rng = np.random.default_rng(files.seed)
         self._embed = rng.standard_normal((vocab, HIDDEN), dtype=np.float32)
         self._out = rng.standard_normal((vocab, HIDDEN), dtype=np.float32) * np.float32(0.5)
         self._end_logit = np.float32(np.log(vocab / _REPLY) if vocab > TOY_VOCABULARY else 0.0)
