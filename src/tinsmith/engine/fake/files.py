@@ -70,9 +70,7 @@ def find_files(source: str) -> ModelFiles:
     stand_in = _stand_in()
     log.warning("%s has no tokenizer on this machine; the fake engine uses a stand-in.", source)
     size = Tokenizer.from_file(str(stand_in / "tokenizer.json")).get_vocab_size()
-    return ModelFiles(
-        tokenizer=str(stand_in), folder=stand_in, seed=seed, vocabulary=size, context=_STAND_IN_CONTEXT
-    )
+    return ModelFiles(tokenizer=str(stand_in), folder=stand_in, seed=seed, vocabulary=size, context=_STAND_IN_CONTEXT)
 
 
 def _from_hub(source: str) -> Path | None:
