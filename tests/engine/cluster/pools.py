@@ -12,7 +12,7 @@ import numpy as np
 
 from tinsmith.engine.base import LoraSpec, OnDelta, SampleRequest, SampleResult, SequenceDelta
 from tinsmith.engine.cluster.pool import SamplerPool
-from tinsmith.engine.cluster.replica import Launch, StartedSampler
+from tinsmith.engine.cluster.replica import Launch, RunningSampler
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.errors import EngineDied
@@ -106,7 +106,7 @@ class Slots:
     def __getitem__(self, index: int) -> FakeProcess:
         return self.processes[index][-1]
 
-    async def _launch(self, index: int) -> StartedSampler:
+    async def _launch(self, index: int) -> RunningSampler:
         await self.may_start.wait()
         process = FakeProcess()
         self.processes[index].append(process)
@@ -115,7 +115,7 @@ class Slots:
             await process.died.wait()
             return "killed by the test"
 
-        return StartedSampler(process=process, ended=ended)
+        return RunningSampler(process=process, ended=ended)
 
 
 async def trainer_with(model_id: str) -> FakeEngine:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tinsmith.engine.base import ModelCard
-from tinsmith.engine.cluster.replica import Launch, StartedSampler
+from tinsmith.engine.cluster.replica import Launch, RunningSampler
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.vllm.sampler import ZERO_ADAPTER, VllmSampler
 
@@ -26,7 +26,7 @@ def launch_of(
 ) -> Launch:
     """A launch of vLLM in this process, with an adapter for samples of the base model on a CPU."""
 
-    async def launch() -> StartedSampler:
+    async def launch() -> RunningSampler:
         sampler = VllmSampler(config, card)
         try:
             await sampler.server.start()
@@ -41,7 +41,7 @@ def launch_of(
             await sampler.server.ended.wait()
             return sampler.server.end.text if sampler.server.end is not None else ""
 
-        return StartedSampler(process=VllmProcess(sampler), ended=ended, sleep=sampler.sleep, wake_up=sampler.wake_up)
+        return RunningSampler(process=VllmProcess(sampler), ended=ended, sleep=sampler.sleep, wake_up=sampler.wake_up)
 
     return launch
 

@@ -22,7 +22,7 @@ from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.cluster.launches import torch_in_slot, vllm_in_slot
 from tinsmith.engine.cluster.plan import plan, uses_gpus, with_threads
 from tinsmith.engine.cluster.pool import SamplerPool
-from tinsmith.engine.cluster.replica import Launch, StartedSampler
+from tinsmith.engine.cluster.replica import Launch, RunningSampler
 from tinsmith.engine.cluster.shared_gpu import SharedGpu
 from tinsmith.engine.cluster.status import ProcessStatus
 from tinsmith.engine.cluster.trainers.group import start_group
@@ -282,7 +282,7 @@ class ModelCluster:
     def _checked(self, slot: Slot, launch: Launch) -> Launch:
         """A launch of a sampler that checks the slot's machine, which may be another one each time."""
 
-        async def launch_again() -> StartedSampler:
+        async def launch_again() -> RunningSampler:
             await self._choose_again([slot])
             return await launch()
 

@@ -62,9 +62,9 @@ async def _no_sleep() -> None:
     """A sampler without sleep mode keeps its memory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartedSampler:
-    """A sampler that is loaded, and how to wait for its end."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class RunningSampler:
+    """A process with its model loaded, from its start to its end."""
 
     process: SamplerProcess
     ended: Callable[[], Awaitable[str]]
@@ -73,19 +73,8 @@ class StartedSampler:
     """Gives the memory of the GPU back and pauses the requests."""
     wake_up: Callable[[], Awaitable[None]] = _no_sleep
     """Lets it go on with the requests."""
-
-
-Launch = Callable[[], Awaitable[StartedSampler]]
-"""Starts a sampler and waits until its model is loaded."""
-
-
-@dataclass(eq=False, slots=True)
-class RunningSampler:
-    """A running process, from its start to its end."""
-
-    number: int
-    """Never used again."""
-    process: SamplerProcess
+    number: int = 0
+    """Of the pool; never used again."""
     load: int = 0
     """Cache tokens that its running requests reserve."""
     requests: int = 0
@@ -114,6 +103,10 @@ class RunningSampler:
                 await self.process.detach(version)
 
 
+Launch = Callable[[], Awaitable[RunningSampler]]
+"""Starts a sampler and waits until its model is loaded."""
+
+
 class SamplerReplica:
     """A member of the pool, of which one process runs at a time."""
 
@@ -127,7 +120,8 @@ class SamplerReplica:
         """Why the process has not started MAX_FAILED_STARTS times in a row; it is then started again by `retry`."""
         self._retry = asyncio.Event()
         self._launch, self._numbers, self._on_change = launch, numbers, on_change
-        self._started: StartedSampler | None = None
+        self._started: RunningSampler | None = None
+        """The process that is to be closed, also once it has ended."""
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -151,10 +145,10 @@ class SamplerReplica:
             await started.process.close()
 
     async def _start(self) -> None:
-        self._started = await self._launch()
+        self.sampler = self._started = await self._launch()
+        self.sampler.number = next(self._numbers)
         self.starts += 1
         self.failure = ""
-        self.sampler = RunningSampler(next(self._numbers), self._started.process)
         self._on_change()
 
     async def _pause_starts(self, failed: int, error: Exception) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing_extensions import override
 
 from tinsmith.engine.base import OnDelta, Pass, PassResult, SampleRequest, SampleResult, SavedAdapter
-from tinsmith.engine.cluster.replica import Launch, SamplerProcess, StartedSampler
+from tinsmith.engine.cluster.replica import Launch, RunningSampler, SamplerProcess
 from tinsmith.engine.device_sharing import MemoryTurns, SharingPolicy, Workload
 from tinsmith.engine.interface import Engine
 from tinsmith.engine.processes.rpc import DelegatingEngine
@@ -34,7 +34,7 @@ class SharedGpu:
         """`release_memory`: of the trainer. `policy`: of the turns; None for a vLLM that never sleeps."""
         self._release_memory = release_memory
         self._turns = None if policy is None else MemoryTurns(self._hand_over, policy)
-        self._vllm: StartedSampler | None = None
+        self._vllm: RunningSampler | None = None
 
     def trainer(self, engine: Engine) -> Engine:
         """The trainer, which computes in its turns only."""
@@ -43,7 +43,7 @@ class SharedGpu:
     def launch(self, launch: Launch) -> Launch:
         """The launch of vLLM, for which the trainer makes room in a turn of vLLM."""
 
-        async def launch_in_turn() -> StartedSampler:
+        async def launch_in_turn() -> RunningSampler:
             if self._turns is None:
                 await self._make_room()
                 return await launch()
