@@ -13,7 +13,6 @@ from pydantic import Field, model_validator
 
 from tinsmith.rl.data.tasks import HeldOutTasks
 from tinsmith.rl.policy.sampling import SamplingConfig, Snapshot, request_seed
-from tinsmith.rl.policy.training_rows import count_policy_tokens
 from tinsmith.rl.record.metrics import is_right, pass_at, reward_metrics, role_metrics, workflow_metrics
 from tinsmith.rl.rewards import RewardConfig, Rewards
 from tinsmith.rl.rollouts.runner import RolloutRunner
@@ -206,6 +205,6 @@ class Evaluator:
             **role_metrics(f"{prefix}/reward", good),
             **({} if mixed else workflow_metrics(f"{prefix}/workflow", good)),
             f"{prefix}/failed": len(rollouts) - len(good),
-            f"{prefix}/tokens": float(np.mean([count_policy_tokens(rollout) for rollout in good])) if good else 0.0,
+            f"{prefix}/tokens": float(np.mean([rollout.sampled_tokens for rollout in good])) if good else 0.0,
             f"{prefix}/tasks": len(groups),
         }

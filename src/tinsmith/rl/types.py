@@ -257,6 +257,11 @@ class Rollout:
         return tuple(turn for trajectory in self.trajectories for turn in trajectory.turns)
 
     @property
+    def sampled_tokens(self) -> int:
+        """Number of tokens that the policy sampled."""
+        return sum(len(turn.tokens) for turn in self.turns if not turn.model)
+
+    @property
     def text(self) -> str:
         """Text of the last turn; empty if there are no turns."""
         return next((trajectory.text for trajectory in reversed(self.trajectories) if trajectory.turns), "")

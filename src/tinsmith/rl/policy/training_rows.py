@@ -17,7 +17,7 @@ import numpy as np
 import tinker
 
 from tinsmith.rl.policy.images import model_input
-from tinsmith.rl.types import EncodedPrompt, PlacedImage, Rollout, Tokens, Trajectory, Turn
+from tinsmith.rl.types import EncodedPrompt, PlacedImage, Tokens, Trajectory, Turn
 from tinsmith.routed_experts import from_text, missing, to_words
 
 Kind = Literal["policy", "expert", "chosen", "rejected"]
@@ -146,11 +146,6 @@ def _merge_pair(first: TrainingRow, second: TrainingRow, advantage_kink: float |
         if (above != (second.advantages > advantage_kink)).any() or (above != (advantages > advantage_kink)).any():
             return None
     return replace(first, advantages=advantages, count=first.count + second.count)
-
-
-def count_policy_tokens(rollout: Rollout) -> int:
-    """Number of tokens that the policy sampled."""
-    return sum(len(turn.tokens) for turn in rollout.turns if not turn.model)
 
 
 def is_truncated(trajectory: Trajectory) -> bool:

@@ -26,7 +26,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tinsmith.rl.policy.training_rows import count_policy_tokens
 from tinsmith.rl.types import POLICY, Group, Rollout
 
 _LARGEST_LAG = 9
@@ -69,7 +68,7 @@ def _of_workflows(groups: Sequence[Group]) -> dict[str, float]:
 def _sampled(groups: Sequence[Group], version: int) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     good = [rollout for rollout in rollouts if not rollout.error]
-    lengths = [count_policy_tokens(rollout) for rollout in good]
+    lengths = [rollout.sampled_tokens for rollout in good]
     staleness = [version - group.version for group in groups]
     return {
         **reward_metrics("reward", good),

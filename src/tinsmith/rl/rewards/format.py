@@ -9,7 +9,6 @@ from pydantic import Field, field_validator, model_validator
 from typing_extensions import override
 
 from tinsmith.rl.policy.sampling import Snapshot
-from tinsmith.rl.policy.training_rows import count_policy_tokens
 from tinsmith.rl.rewards.base import Reward
 from tinsmith.rl.types import Rollout, Task
 
@@ -66,7 +65,7 @@ class Overlong(Reward):
 
     @override
     async def judge(self, task: Task, rollout: Rollout, policy: Snapshot) -> float:
-        excess = count_policy_tokens(rollout) - (self.max_tokens - self.margin)
+        excess = rollout.sampled_tokens - (self.max_tokens - self.margin)
         return -min(1.0, max(0.0, excess / self.margin))
 
 

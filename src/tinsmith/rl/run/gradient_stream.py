@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.trainer import Trainer, Update, UpdateResult
-from tinsmith.rl.policy.training_rows import TrainingRow, count_policy_tokens
+from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.record.update_metrics import update_metrics
 from tinsmith.rl.types import Group
 
@@ -54,7 +54,7 @@ class GradientStream:
 
     def _add_numbers(self, update: Update, groups: Sequence[Group]) -> None:
         """Add the metrics of a part: counts add up, and the divergence is a mean over tokens."""
-        tokens = sum(count_policy_tokens(rollout) for group in groups for rollout in group.rollouts)
+        tokens = sum(rollout.sampled_tokens for group in groups for rollout in group.rollouts)
         self._tokens += tokens
         for name, value in update.numbers.items():
             if name == "reward/kl":
