@@ -16,7 +16,7 @@ from benchmarks.scale.clock import now
 from benchmarks.scale.hardware import Hardware
 from tinsmith.engine.base import OnDelta, SampledSequence, SampleRequest, SampleResult
 from tinsmith.engine.cluster.prefixes import Block, prompt_blocks
-from tinsmith.engine.cluster.replica import Launch, StartedSampler
+from tinsmith.engine.cluster.replica import Launch, RunningSampler
 from tinsmith.engine.sampling.capacity import MAX_SEQUENCES, cache_reserve
 from tinsmith.errors import EngineDied
 
@@ -229,7 +229,7 @@ class SimulatedSlots:
         """One for each place. The first start takes no time."""
         return [lambda place=place: self._launch(place) for place in range(len(self.current))]
 
-    async def _launch(self, place: int) -> StartedSampler:
+    async def _launch(self, place: int) -> RunningSampler:
         self.current[place] = None
         self._starts[place] += 1
         if self._starts[place] > 1:
@@ -240,4 +240,4 @@ class SimulatedSlots:
             await process.died.wait()
             return "simulated"
 
-        return StartedSampler(process=process, ended=ended)
+        return RunningSampler(process=process, ended=ended)
