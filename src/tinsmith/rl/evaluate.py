@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from tinsmith.rl.data.tasks import HeldOutTasks
 from tinsmith.rl.policy.sampling import SamplingConfig, Snapshot, request_seed
-from tinsmith.rl.record.metrics import is_right, pass_at, reward_metrics, role_metrics, workflow_metrics
+from tinsmith.rl.record.metrics import equal_replies, is_right, pass_at, reward_metrics, role_metrics, workflow_metrics
 from tinsmith.rl.rewards import RewardConfig, Rewards
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.types import Group, Task, Turn
@@ -204,6 +204,7 @@ class Evaluator:
             **reward_metrics(f"{prefix}/reward", good),
             **role_metrics(f"{prefix}/reward", good),
             **({} if mixed else workflow_metrics(f"{prefix}/workflow", good)),
+            **{f"{prefix}/equal": share for name, share in equal_replies(groups).items() if name == "rollouts/equal"},
             f"{prefix}/failed": len(rollouts) - len(good),
             f"{prefix}/tokens": float(np.mean([rollout.sampled_tokens for rollout in good])) if good else 0.0,
             f"{prefix}/tasks": len(groups),

@@ -21,7 +21,7 @@ reaches a threshold. pass@k is the unbiased estimate of the probability that at 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -75,6 +75,8 @@ def _sampled(groups: Sequence[Group], version: int) -> dict[str, float]:
         **role_metrics("reward", good),
         "groups/constant": _mean([group.constant for group in groups]),
         **_constant_roles(groups),
+        **_right_groups(groups),
+        **equal_replies(groups),
         "rollouts/failed": len(rollouts) - len(good),
         "rollouts/cut": _mean([any(each.truncated for each in rollout.trajectories) for rollout in good]),
         **_terminations(rollouts),
@@ -84,6 +86,36 @@ def _sampled(groups: Sequence[Group], version: int) -> dict[str, float]:
         "policy/staleness_max": max(staleness, default=0),
         "policy/drift": _mean([_drift(group) for group in groups]),
     }
+
+
+def _right_groups(groups: Sequence[Group]) -> dict[str, float]:
+    """Share of groups whose rollouts are all right, and all wrong, if the workflow or the rewards say what is right."""
+    verdicts = [{each.correct for each in group.rollouts if not each.error} for group in groups]
+    said = [verdict for verdict in verdicts if verdict and None not in verdict]
+    if not said:
+        return {}
+    return {
+        "groups/all_right": _mean([verdict == {True} for verdict in said]),
+        "groups/all_wrong": _mean([verdict == {False} for verdict in said]),
+    }
+
+
+def equal_replies(groups: Sequence[Group]) -> dict[str, float]:
+    """Share of groups whose replies are all the same text, and share of all replies that are the most frequent text, if
+    there are several tasks."""
+    texts = [[_replies(each) for each in group.rollouts if not each.error] for group in groups]
+    values, compared = dict[str, float](), [replies for replies in texts if len(replies) > 1]
+    if compared:
+        values["groups/equal"] = _mean([len(set(replies)) == 1 for replies in compared])
+    if len({group.task.id for group, replies in zip(groups, texts, strict=True) if replies}) > 1:
+        counts = Counter(reply for replies in texts for reply in replies)
+        values["rollouts/equal"] = max(counts.values()) / counts.total()
+    return values
+
+
+def _replies(rollout: Rollout) -> tuple[str, ...]:
+    """The texts of the policy's turns."""
+    return tuple(turn.text for turn in rollout.turns if not turn.model)
 
 
 def _drift(group: Group) -> int:

@@ -1,0 +1,162 @@
+"""What the rules read: the settings and rows of a run, where any number may be missing or not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tinsmith.rl.diagnosis import thresholds
+
+_LEAST = 5
+"""Steps at each end that are compared, at least; else a fifth of all."""
+_LARGEST = 1e100
+"""Numbers beyond it count as not finite, so that their squares are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Means of a metric over the first and the last steps that have it.
+
+    Example: Ends(first=0.2, last=0.6, error=0.05, count=40)
+    """
+
+    first: float
+    last: float
+    error: float
+    """Standard error of the difference."""
+    count: int
+    """Steps that have the metric."""
+
+    @property
+    def change(self) -> float:
+        """The last minus the first."""
+        return self.last - self.first
+
+    @property
+    def rose(self) -> bool:
+        """Whether the metric rose by more than noise."""
+        return self.change > max(thresholds.GAIN.value * self.error, 1e-9)
+
+    @property
+    def fell(self) -> bool:
+        """Whether the metric fell by more than noise."""
+        return self.change < -max(thresholds.GAIN.value * self.error, 1e-9)
+
+
+class Evidence:
+    """Settings and rows, joined by step."""
+
+    def __init__(self, settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+        self.settings = settings
+        joined: dict[int, dict[str, Any]] = {}
+        for row in rows:
+            if (step := _finite(row.get("step"))) is not None:
+                joined.setdefault(int(step), {}).update(row)
+        self.rows = [{**joined[step], "step": step} for step in sorted(joined)]
+
+    @cached_property
+    def steps(self) -> list[dict[str, Any]]:
+        """The rows of steps, without those that have only an evaluation."""
+        return [row for row in self.rows if row["step"] > 0 and any(_of_step(name) for name in row)]
+
+    @cached_property
+    def trained(self) -> list[dict[str, Any]]:
+        """The rows of steps that a trainer made."""
+        return [row for row in self.steps if any(name.startswith("optim/") for name in row)]
+
+    @property
+    def total(self) -> int:
+        """Number of steps of the run; 0 if the settings do not say it."""
+        return int(self.number("steps"))
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last steps are there, as far as the settings say."""
+        done = self.rows[-1]["step"] if self.rows else 0
+        return bool(done) and done >= thresholds.END.value * self.total
+
+    def setting(self, path: str, default: Any = None) -> Any:
+        """The setting at a dotted path."""
+        value: Any = self.settings
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return default if value is None else value
+
+    def number(self, path: str, default: float = 0.0) -> float:
+        """The setting at a dotted path as a number; `default` if it is none."""
+        value = _finite(self.setting(path))
+        return default if value is None else value
+
+    def curve(self, name: str) -> list[float]:
+        """The finite values of a metric, in order of steps."""
+        return [value for row in self.rows if (value := _finite(row.get(name))) is not None]
+
+    def ends(self, name: str, least: int | None = None) -> Ends | None:
+        """The first and the last values of a metric; None if fewer than `least` steps have it, by default those of a
+        trend."""
+        values = self.curve(name)
+        if len(values) < (thresholds.TREND_STEPS.value if least is None else least) or len(values) < 2:
+            return None
+        size = min(max(_LEAST, len(values) // 5), len(values) // 2)
+        first, last = values[:size], values[-size:]
+        error = math.sqrt(_variance(first) / size + _variance(last) / size)
+        return Ends(_mean(first), _mean(last), error, len(values))
+
+    def recent(self, name: str) -> float | None:
+        """Mean of the last values of a metric; None before there are a few."""
+        values = self.curve(name)
+        size = min(max(_LEAST, len(values) // 5), len(values))
+        return _mean(values[-size:]) if len(values) >= self.least_steps else None
+
+    @property
+    def least_steps(self) -> int:
+        """Steps before a rule about single steps speaks."""
+        least = int(thresholds.STEPS.value)
+        return max(1, min(least, self.total)) if self.total else least
+
+    @property
+    def reward(self) -> Ends | None:
+        """The reward of the first and the last steps."""
+        return self.ends("reward/mean")
+
+    @property
+    def improves(self) -> bool:
+        """Whether the reward rose by more than noise."""
+        return self.reward is not None and self.reward.rose
+
+    @property
+    def solved(self) -> bool:
+        """Whether nearly all replies are right, or every reply has the best reward seen."""
+        right = self.recent("groups/all_right")
+        passed = self.curve("eval/pass@1")
+        return (right is not None and right >= thresholds.SOLVED.value) or bool(
+            passed and passed[-1] >= thresholds.SOLVED.value
+        )
+
+
+def _of_step(name: str) -> bool:
+    return not name.startswith("eval/") and name not in ("step", "time/eval")
+
+
+def _finite(value: Any) -> float | None:
+    """The value as a number; None if it is missing, not a number or not finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) <= _LARGEST else None  # False for NaN
+
+
+def finite(value: Any) -> float:
+    """The value as a number; 0 if it is none."""
+    return _finite(value) or 0.0
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _variance(values: Sequence[float]) -> float:
+    mean = _mean(values)
+    return math.fsum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)

@@ -1,0 +1,65 @@
+"""Records of a diagnosis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tinsmith.plurals import counted
+
+Severity = Literal["error", "warning"]
+"""`error`: the run learns nothing, or what it has learned is of no use; `warning`: it could learn better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that keeps a run from learning.
+
+    Example: Finding(name="cut_off", severity="warning", sentence="62 % of the replies …",
+    change="Set sampling.max_tokens: 256.", metric="rollouts/cut")
+    """
+
+    name: str
+    """Name of the rule, such as no_update; docs/not-learning.md lists all."""
+    severity: Severity
+    sentence: str
+    """What is wrong, with its numbers."""
+    change: str
+    """What to change: a key of the run file and a value."""
+    metric: str = ""
+    """The metric that shows it best."""
+
+    @property
+    def text(self) -> str:
+        """The sentence and the change."""
+        return f"{self.sentence} {self.change}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What the rows of a run say. A healthy run has no findings."""
+
+    steps: int = 0
+    """Steps with a row."""
+    updates: int | None = None
+    """Steps of these that updated the weights; None if the rows do not say so."""
+    missing: Mapping[str, int] = field(default_factory=dict)
+    """Steps without an update by their reason, the most frequent first."""
+    findings: tuple[Finding, ...] = ()
+    """Errors first."""
+
+    @property
+    def trained_nothing(self) -> bool:
+        """Whether there were steps and none of them updated the weights."""
+        return bool(self.steps) and self.updates == 0
+
+    @property
+    def summary(self) -> str:
+        """How many steps updated the weights, and why the others did not; empty without steps that train."""
+        if not self.steps or self.updates is None:
+            return ""
+        if self.updates == self.steps:
+            return f"all {counted(self.steps, 'step')} updated the weights" if self.steps > 1 else "1 step, 1 update"
+        reasons = ", ".join(f"{reason} in {count}" for reason, count in self.missing.items())
+        return f"{self.updates or 'none'} of {counted(self.steps, 'step')} updated the weights: {reasons}"

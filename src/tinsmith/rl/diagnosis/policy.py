@@ -1,0 +1,257 @@
+"""Findings about the policy and its updates: entropy, equal replies, divergences, gradients, the critic, staleness."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from tinsmith.plurals import counted
+from tinsmith.rl.diagnosis import thresholds
+from tinsmith.rl.diagnosis.evidence import Evidence, finite
+from tinsmith.rl.diagnosis.findings import Finding
+from tinsmith.rl.diagnosis.words import lower_rate, number, percent, rounded
+
+_NORMS = 8
+"""Gradient norms before one can stand out."""
+
+
+def findings(evidence: Evidence) -> Iterator[Finding]:
+    """Findings about the policy and its updates."""
+    yield from _not_finite(evidence)
+    yield from _equal_replies(evidence)
+    yield from _entropy(evidence)
+    yield from _learning_rate(evidence)
+    yield from _mismatch(evidence)
+    yield from _off_policy(evidence)
+    yield from _reference(evidence)
+    yield from _gradient_spikes(evidence)
+    yield from _critic(evidence)
+
+
+def _not_finite(evidence: Evidence) -> Iterator[Finding]:
+    """A loss or a gradient that is not a number. metrics.jsonl has null for it."""
+    for name, noun in (("optim/grad_norm", "gradient"), ("optim/loss", "loss")):
+        if steps := [row["step"] for row in evidence.trained if name in row and not _is_number(row[name])]:
+            yield Finding(
+                name="not_finite",
+                severity="error",
+                sentence=f"The {noun} of {counted(len(steps), 'step')} was not finite, first in step {steps[0]:.0f}.",
+                change=f"{lower_rate(evidence, 10)} Start again from a checkpoint before that step.",
+                metric=name,
+            )
+            return
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < float("inf")  # False for NaN
+
+
+def _equal_replies(evidence: Evidence) -> Iterator[Finding]:
+    """One text for different tasks: what a learning rate that is far too high leaves of a policy."""
+    if evidence.solved:
+        return
+    held_out, tasks = evidence.curve("eval/equal"), evidence.curve("eval/tasks")
+    first, last = (held_out[0], held_out[-1]) if held_out and tasks[-1:] >= [4.0] else (0.0, 0.0)
+    where, metric = "held-out tasks", "eval/equal"
+    if last < thresholds.EQUAL.value and evidence.number("groups_per_step", 1) > 1:
+        shares = evidence.curve("rollouts/equal")
+        first, last = (shares[0], evidence.recent("rollouts/equal") or 0.0) if shares else (0.0, 0.0)
+        where, metric = "tasks of the last steps", "rollouts/equal"
+    if last >= thresholds.EQUAL.value:
+        always = first >= thresholds.EQUAL.value
+        yield Finding(
+            name="equal_replies",
+            severity="error",
+            sentence=f"{percent(last)} of the replies to different {where} are the same text"
+            + (", from the first on." if always else f" ({percent(first)} at first): the policy has collapsed."),
+            change=f"{lower_rate(evidence, 10)} Then start again."
+            if not always
+            else "Look at a reply with `tinsmith debug FILE`: the prompt or sampling.stop may leave no other.",
+            metric=metric,
+        )
+        return
+    groups = evidence.recent("groups/equal")
+    if groups is not None and groups >= thresholds.EQUAL_GROUPS.value and evidence.number("group_size", 1) > 1:
+        cold = evidence.number("sampling.temperature", 1.0) < 1
+        yield Finding(
+            name="equal_replies_in_groups",
+            severity="warning",
+            sentence=f"In {percent(groups)} of the groups of the last steps all replies are the same text, so there is "
+            "nothing to compare.",
+            change="Set sampling.temperature: 1." if cold else "Set algorithm.entropy.coef: 0.01.",
+            metric="groups/equal",
+        )
+
+
+def _entropy(evidence: Evidence) -> Iterator[Finding]:
+    """A policy that is sure of replies that are not better, or that writes random tokens."""
+    ends = evidence.ends("optim/entropy")
+    if ends is None or evidence.solved or ends.first <= 0:
+        return
+    values = f"{number(ends.first)} → {number(max(0.0, ends.last))} nats per token"
+    low = ends.last < thresholds.ENTROPY_LOW.value and ends.last < thresholds.ENTROPY_FALL.value * ends.first
+    constant = evidence.recent("groups/constant") or 0.0
+    if low and (not evidence.improves or constant > thresholds.CONSTANT.value):
+        yield Finding(
+            name="entropy_collapse",
+            severity="warning",
+            sentence=f"The entropy has collapsed ({values}): the policy samples nothing else any more.",
+            change="Set algorithm.entropy.coef: 0.01, or halve the learning rate: "
+            f"optimizer.learning_rate: {rounded(evidence.number('optimizer.learning_rate', 1e-4) / 2)}.",
+            metric="optim/entropy",
+        )
+    elif ends.change > thresholds.ENTROPY_RISE.value and not evidence.improves:
+        yield Finding(
+            name="entropy_explosion",
+            severity="error",
+            sentence=f"The entropy has grown ({values}): the replies turn into random tokens.",
+            change=lower_rate(evidence, 10),
+            metric="optim/entropy",
+        )
+
+
+def _learning_rate(evidence: Evidence) -> Iterator[Finding]:
+    """A learning rate out of the usual range, in a run that does not improve."""
+    rate = max(evidence.curve("optim/lr"), default=0.0)
+    if len(evidence.trained) < thresholds.TREND_STEPS.value or evidence.improves or evidence.solved:
+        return
+    if "optim/lr" in evidence.trained[-1] and rate < thresholds.RATE_LOW.value:
+        yield Finding(
+            name="learning_rate_low",
+            severity="warning",
+            sentence=f"The learning rate is {number(rate)} at most, and the reward has not risen.",
+            change="Set optimizer.learning_rate: 0.0001; LoRA needs about ten times that of full fine-tuning.",
+            metric="optim/lr",
+        )
+    elif rate > thresholds.RATE_HIGH.value:
+        yield Finding(
+            name="learning_rate_high",
+            severity="warning",
+            sentence=f"The learning rate is {number(rate)}, and the reward has not risen.",
+            change="Set optimizer.learning_rate: 0.0003.",
+            metric="optim/lr",
+        )
+
+
+def _mismatch(evidence: Evidence) -> Iterator[Finding]:
+    """Without staleness, the sampler and the trainer have the same weights: their logprobs must agree."""
+    value = evidence.recent("optim/kl_sample_train_v2")
+    stale = evidence.recent("policy/staleness") or 0.0
+    if value is None or value <= thresholds.MISMATCH.value or stale > 0:
+        return
+    exact = evidence.number("sampling.temperature", 1.0) == 1 and evidence.number("sampling.top_p", 1.0) == 1
+    yield Finding(
+        name="sampler_mismatch",
+        severity="warning",
+        sentence=f"Sampler and trainer disagree: optim/kl_sample_train_v2 is {number(value)} although the weights are "
+        "the same.",
+        change="Set algorithm.correction.type: tis; another sampler or another precision rounds differently."
+        if exact
+        else "Set sampling.temperature: 1 and leave out top_p and top_k, or set algorithm.old_logprobs: recomputed.",
+        metric="optim/kl_sample_train_v2",
+    )
+
+
+def _off_policy(evidence: Evidence) -> Iterator[Finding]:
+    """Updates on data that the policy in training would hardly sample."""
+    bounds = (
+        ("optim/ess_tokens", evidence.recent("optim/ess_tokens"), thresholds.EFFECTIVE, False),
+        ("optim/kl_sample_train_k3", evidence.recent("optim/kl_sample_train_k3"), thresholds.DIVERGENCE, True),
+        ("optim/clip_fraction", evidence.recent("optim/clip_fraction"), thresholds.CLIPPED, True),
+        ("optim/ratio_max", _median(evidence.curve("optim/ratio_max")), thresholds.RATIO, True),
+    )
+    beyond = [
+        f"{name} is {number(value)} ({'above' if above else 'below'} {number(bound.value)})"
+        for name, value, bound, above in bounds
+        if value is not None and (value > bound.value if above else value < bound.value)
+    ]
+    guarded = [row["step"] for row in evidence.trained if finite(row.get("policy/guarded"))]
+    if len(guarded) > thresholds.GUARDED.value * len(evidence.trained) and len(guarded) >= evidence.least_steps:
+        beyond.append(f"backoff was in effect in {len(guarded)} of {counted(len(evidence.trained), 'step')}")
+    stale = (evidence.recent("policy/staleness") or 0.0) > 0
+    several = evidence.number("updates.epochs", 1) * evidence.number("updates.minibatches", 1) > 1
+    if len(evidence.trained) < evidence.least_steps or not beyond or not (stale or several or len(beyond) > 1):
+        return
+    yield Finding(
+        name="off_policy",
+        severity="warning",
+        sentence=f"Updates use replies that are too old for the policy: {', '.join(beyond)}.",
+        change=_fresher(evidence, stale=stale),
+        metric=beyond[0].split(" ")[0] if beyond[0].startswith("optim/") else "policy/guarded",
+    )
+
+
+def _fresher(evidence: Evidence, *, stale: bool) -> str:
+    epochs = int(evidence.number("updates.epochs", 1))
+    staleness = int(evidence.number("staleness"))
+    if epochs > 1:
+        return f"Set updates.epochs: {epochs // 2}."
+    if evidence.number("updates.minibatches", 1) > 1 and not stale:
+        return f"Set updates.minibatches: {int(evidence.number('updates.minibatches')) // 2}."
+    if staleness:
+        return f"Set staleness: {staleness // 2}."
+    return lower_rate(evidence, 3)
+
+
+def _reference(evidence: Evidence) -> Iterator[Finding]:
+    """A policy far from its reference that is no better for it."""
+    value = evidence.recent("optim/kl_reference_k3")
+    if value is None or value <= thresholds.REFERENCE.value or evidence.improves or evidence.solved:
+        return
+    coef = evidence.number("algorithm.kl.coef", 0.001)
+    yield Finding(
+        name="far_from_reference",
+        severity="warning",
+        sentence=f"The policy is {number(value)} nats per token from its reference (optim/kl_reference_k3), and the "
+        "reward has not risen.",
+        change=f"Set algorithm.kl.coef: {number(10 * coef)}.",
+        metric="optim/kl_reference_k3",
+    )
+
+
+def _gradient_spikes(evidence: Evidence) -> Iterator[Finding]:
+    norms = [(int(row["step"]), value) for row in evidence.trained if (value := finite(row.get("optim/grad_norm"))) > 0]
+    if len(norms) < _NORMS:
+        return
+    median = statistics.median(value for _, value in norms)
+    clip = evidence.number("optimizer.grad_clip_norm")
+    spikes = [(step, value) for step, value in norms if value > thresholds.SPIKE.value * median]
+    if not spikes or 0 < clip <= 2 * median:
+        return
+    step, value = max(spikes, key=lambda spike: spike[1])
+    yield Finding(
+        name="gradient_spikes",
+        severity="warning",
+        sentence=f"The gradient norm of {counted(len(spikes), 'step')} is far above the median of {number(median)}: "
+        f"{number(value)} in step {step}.",
+        change=f"Set optimizer.grad_clip_norm: {rounded(2 * median)}.",
+        metric="optim/grad_norm",
+    )
+
+
+def _critic(evidence: Evidence) -> Iterator[Finding]:
+    """A critic whose values say nothing about the returns."""
+    explained = evidence.recent("critic/explained_variance")
+    warm_up = evidence.number("algorithm.critic.warmup_steps")
+    steps = len(evidence.curve("critic/explained_variance"))
+    if explained is None or steps < thresholds.TREND_STEPS.value + warm_up or evidence.solved:
+        return
+    if explained >= thresholds.EXPLAINED.value or (evidence.recent("reward/std") or 0.0) == 0:
+        return
+    yield Finding(
+        name="critic",
+        severity="warning",
+        sentence=f"The critic does not predict the returns: it explains {percent(max(0.0, explained))} of their "
+        f"variance after {counted(steps, 'step')}.",
+        change=f"Set algorithm.critic.optimizer.learning_rate: {rounded(3 * _critic_rate(evidence))}, and low and high "
+        "of the critic to the range of the returns.",
+        metric="critic/explained_variance",
+    )
+
+
+def _critic_rate(evidence: Evidence) -> float:
+    return evidence.number("algorithm.critic.optimizer.learning_rate") or max(evidence.curve("critic/lr"), default=1e-4)
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None

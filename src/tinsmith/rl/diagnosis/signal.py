@@ -1,0 +1,189 @@
+"""Findings about the signal: whether steps update the weights, and what keeps the others from it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from tinsmith.plurals import counted
+from tinsmith.rl.diagnosis import thresholds
+from tinsmith.rl.diagnosis.evidence import Evidence, finite
+from tinsmith.rl.diagnosis.findings import Finding
+from tinsmith.rl.diagnosis.words import lower_rate, number, percent, up
+
+COMPARING = frozenset(("grpo", "rloo", "opmd", "rec", "best", "gigpo", "step_wise_grpo"))
+"""Advantages that compare the replies of a group."""
+
+
+class Reason(StrEnum):
+    """Why a step made no update."""
+
+    ALL_RIGHT = "all replies right"
+    ALL_WRONG = "all replies wrong"
+    EQUAL_REPLIES = "equal replies"
+    CUT_OFF = "replies cut off"
+    FAILED = "failed rollouts"
+    FILTERED = "all groups filtered"
+    STALE = "too far off-policy"
+    CONSTANT = "equal rewards in every group"
+    WARM_UP = "warm-up of the critic"
+    OTHER = "no row with a gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Steps that trained, and why the others did not.
+
+    Example: Signal(updates=7, missing=Counter({Reason.ALL_WRONG: 3}))
+    """
+
+    updates: int
+    missing: Counter[Reason]
+    """Steps by the reason for which they made no update."""
+
+
+def signal_of(evidence: Evidence) -> Signal:
+    """Count the steps that updated the weights, and the reasons of the others."""
+    missing = Counter[Reason]()
+    for row in evidence.trained:
+        if finite(row.get("optim/skipped")):
+            missing[_reason(evidence, row)] += 1
+    return Signal(len(evidence.trained) - missing.total(), missing)
+
+
+def _reason(evidence: Evidence, row: Mapping[str, Any]) -> Reason:
+    """Why a step made no update, from its row."""
+    if row["step"] <= evidence.number("algorithm.critic.warmup_steps"):
+        return Reason.WARM_UP
+    if finite(row.get("policy/guarded")) and "optim/ess_tokens" in row:
+        return Reason.STALE
+    failed = finite(row.get("rollouts/failed"))
+    if failed and failed >= _rollouts(evidence, row) / 2:
+        return Reason.FAILED
+    cut, mask = finite(row.get("rollouts/cut")), bool(evidence.setting("algorithm.mask_truncated"))
+    if cut > (thresholds.SOLVED.value if mask else thresholds.CUT_AT_FIRST.value) and not row.get("groups/all_right"):
+        return Reason.CUT_OFF
+    if finite(row.get("groups/constant")) < 1:
+        return Reason.FILTERED if finite(row.get("filters/dropped")) >= 1 else Reason.OTHER
+    if finite(row.get("groups/all_right")) >= thresholds.SOLVED.value:
+        return Reason.ALL_RIGHT
+    if finite(row.get("groups/equal")) >= 1:
+        return Reason.EQUAL_REPLIES
+    return Reason.ALL_WRONG if finite(row.get("groups/all_wrong")) >= thresholds.SOLVED.value else Reason.CONSTANT
+
+
+def _rollouts(evidence: Evidence, row: Mapping[str, Any]) -> float:
+    groups = finite(row.get("groups/sampled")) or evidence.number("groups_per_step", 1)
+    return groups * evidence.number("group_size", 1)
+
+
+def findings(evidence: Evidence, signal: Signal) -> Iterator[Finding]:
+    """Findings about missing signals."""
+    steps, trained = len(evidence.trained), signal.updates
+    missing = signal.missing.copy()
+    del missing[Reason.WARM_UP]
+    if not missing or steps < evidence.least_steps:
+        yield from _few_groups(evidence, signal)
+        return
+    reason, count = missing.most_common(1)[0]
+    if reason == Reason.ALL_RIGHT and trained and _was_solved(evidence):
+        return
+    mostly = f"in {count} of them: {_explained(evidence, reason)}"
+    if not trained:
+        yield Finding(
+            name="no_update",
+            severity="error",
+            sentence=f"None of the {counted(steps, 'step')} updated the weights; {mostly}.",
+            change=_change(evidence, reason),
+            metric="optim/skipped",
+        )
+    elif trained / steps < thresholds.UPDATED.value and steps >= 2 * thresholds.STEPS.value:
+        yield Finding(
+            name="few_updates",
+            severity="warning",
+            sentence=f"Only {trained} of {counted(steps, 'step')} updated the weights; the others did not, {mostly}.",
+            change=_change(evidence, reason),
+            metric="optim/skipped",
+        )
+    else:
+        yield from _few_groups(evidence, signal)
+
+
+def _few_groups(evidence: Evidence, signal: Signal) -> Iterator[Finding]:
+    """Steps update, but few groups have anything to compare."""
+    constant = evidence.recent("groups/constant")
+    compares = evidence.setting("algorithm.advantage.type", "grpo") in COMPARING
+    if constant is None or constant <= thresholds.CONSTANT.value or not compares or evidence.solved:
+        return
+    if not signal.updates or _was_solved(evidence):
+        return
+    wrong, right = evidence.recent("groups/all_wrong") or 0.0, evidence.recent("groups/all_right") or 0.0
+    parts = f" ({percent(wrong)} all wrong, {percent(right)} all right)" if wrong or right else ""
+    reason = Reason.ALL_WRONG if wrong > right else Reason.CONSTANT
+    yield Finding(
+        name="few_signals",
+        severity="warning",
+        sentence=f"In {percent(constant)} of the groups of the last steps every reply has the same reward{parts}, so "
+        "they teach nothing.",
+        change=_change(evidence, reason),
+        metric="groups/constant",
+    )
+
+
+def _was_solved(evidence: Evidence) -> bool:
+    """Whether the tasks are solved now and were not in the first steps."""
+    right = evidence.ends("groups/all_right", least=2)
+    return right is not None and right.last >= thresholds.CONSTANT.value and right.first < thresholds.UPDATED.value
+
+
+def _explained(evidence: Evidence, reason: Reason) -> str:
+    """The reason as the rest of a sentence, with its numbers."""
+    reward = evidence.recent("reward/mean")
+    mean = "" if reward is None else f" (mean reward {number(reward)})"
+    match reason:
+        case Reason.ALL_RIGHT:
+            return "every reply was right, so there was nothing to compare"
+        case Reason.ALL_WRONG:
+            return f"every reply was wrong{mean}, so there was nothing to compare"
+        case Reason.EQUAL_REPLIES:
+            return "the replies to a task were all the same text"
+        case Reason.CUT_OFF:
+            cut, limit = evidence.recent("rollouts/cut") or 0.0, evidence.number("sampling.max_tokens")
+            return f"{percent(cut)} of the replies were cut off at sampling.max_tokens {limit:.0f}{mean}"
+        case Reason.FAILED:
+            return "at least half of the rollouts failed"
+        case Reason.FILTERED:
+            return "the filters dropped every group"
+        case Reason.STALE:
+            return "the batch was too far off-policy and was skipped (backoff)"
+        case Reason.CONSTANT:
+            return f"every reply to a task got the same reward{mean}"
+        case _:
+            return "no reply had an advantage or a gradient"
+
+
+def _change(evidence: Evidence, reason: Reason) -> str:
+    """What to change against a missing signal."""
+    size = int(evidence.number("group_size", 8))
+    compared = reason in (Reason.ALL_WRONG, Reason.ALL_RIGHT, Reason.EQUAL_REPLIES, Reason.CONSTANT, Reason.OTHER)
+    if compared and evidence.number("sampling.temperature", 1.0) == 0:
+        return "Set sampling.temperature: 1; at 0 all replies to a task are the same."
+    if compared and size == 1:
+        return "Set group_size: 8; a single reply has no other to be compared with."
+    return {
+        Reason.ALL_RIGHT: "Use harder tasks in tasks.train; the model can do these already.",
+        Reason.ALL_WRONG: "Give partial credit with a graded reward, such as rewards: [{type: closeness}] for numbers, "
+        "or let a stage with algorithm.type: sft come first.",
+        Reason.EQUAL_REPLIES: f"{lower_rate(evidence, 10)} Then start again from weights whose replies differ.",
+        Reason.CUT_OFF: f"Set sampling.max_tokens: {up(2 * evidence.number('sampling.max_tokens', 128))}.",
+        Reason.FAILED: "Fix the cause: `tinsmith log RUN --level WARNING` shows the first error of each step.",
+        Reason.FILTERED: "Set filter_refills: 4, which samples until groups pass, or loosen filters.",
+        Reason.STALE: f"Set staleness: {max(0, int(evidence.number('staleness')) - 1)}.",
+        Reason.CONSTANT: f"Set group_size: {2 * size}, or use a graded reward, so that the rewards of a task differ.",
+    }.get(
+        reason,
+        "Loosen algorithm.correction, algorithm.mask_truncated or filters: one of them leaves no token to train on.",
+    )

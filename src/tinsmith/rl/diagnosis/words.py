@@ -1,0 +1,37 @@
+"""Numbers as the sentences of findings write them."""
+
+from __future__ import annotations
+
+import math
+
+from tinsmith.rl.diagnosis.evidence import Evidence
+
+
+def percent(share: float) -> str:
+    """A share in percent: 62 %."""
+    return f"{100 * share:.0f} %"
+
+
+def number(value: float) -> str:
+    """Three digits: 0.312, 1.2e-05, 1,234."""
+    if value and (abs(value) >= 1e6 or abs(value) < 1e-3):
+        return f"{value:.2g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def rounded(value: float) -> str:
+    """A setting near the value, with one digit: 5e-05, 0.3."""
+    if value <= 0:
+        return "0"
+    return f"{round(value, -math.floor(math.log10(value))):g}"
+
+
+def up(value: float) -> int:
+    """The power of two from the value on, as sizes are set."""
+    return 2 ** max(0, math.ceil(math.log2(max(1.0, value))))
+
+
+def lower_rate(evidence: Evidence, factor: float) -> str:
+    """The change to a learning rate that is smaller by `factor`."""
+    rate = max([evidence.number("optimizer.learning_rate"), *evidence.curve("optim/lr")])
+    return f"Set optimizer.learning_rate: {rounded(rate / factor)}." if rate else "Lower optimizer.learning_rate."
