@@ -31,11 +31,14 @@ from tinsmith.engine.base import SampleRequest
 from tinsmith.engine.cluster.cluster import NoTrainer
 from tinsmith.engine.cluster.launches import torch_in_slot, watched
 from tinsmith.engine.cluster.pool import SamplerPool
-from tinsmith.engine.cluster.replica import Launch, StartedSampler
+from tinsmith.engine.cluster.replica import Launch, RunningSampler
 from tinsmith.engine.config import EngineConfig, converted_default
 from tinsmith.engine.processes.client import start_engine
 from tinsmith.engine.processes.slots import LocalSlots, Program
 from tinsmith.service.engines.admission import AdmissionQueue
+
+CACHE_TOKENS = 6000
+"""Of each replica that computes."""
 
 
 def _full_lengths(request: SampleRequest) -> list[int]:
@@ -123,7 +126,7 @@ async def compare_paced(counts: Sequence[int], runs: int) -> list[Comparison]:
     generations = itertools.count(1)
 
     def launch_in(index: int) -> Launch:
-        async def launch() -> StartedSampler:
+        async def launch() -> RunningSampler:
             program = Program(module="benchmarks.scale.paced")
             engine = await start_engine(slots[index], PACED, "paced", next(generations), program)
             return watched(engine, 600, "sampler")
@@ -142,7 +145,7 @@ async def compare_paced(counts: Sequence[int], runs: int) -> list[Comparison]:
 
 async def compare_torch(counts: Sequence[int], runs: int, model: str) -> list[Comparison]:
     """Torch engines of one thread each. The arithmetic is fitted to one process in runs of the same session."""
-    config = EngineConfig(source=model, dtype="float32", device="cpu", threads=1, cache_tokens=6000)
+    config = EngineConfig(source=model, dtype="float32", device="cpu", threads=1, cache_tokens=CACHE_TOKENS)
     local = LocalSlots()
     slots = await local.reserve(max(counts) + 1, name="sampler")
     launches = [torch_in_slot(slot, config) for slot in slots]
@@ -154,10 +157,10 @@ async def compare_torch(counts: Sequence[int], runs: int, model: str) -> list[Co
         await asyncio.gather(*map(pool.sample, requests_of(8 * count, 3, seed=999)))
         real, simulated = [], []
         for run in range(runs):
-            hardware = await _fitted(single, config.cache_tokens)
+            hardware = await _fitted(single, CACHE_TOKENS)
             load = requests_of(16 * count, 16, seed=100 * run)
             before = cpu_seconds(processes)
-            await timed(pool, load, config.cache_tokens)
+            await timed(pool, load, CACHE_TOKENS)
             real.append((cpu_seconds(processes) - before) / count)
             simulated.append(await asyncio.to_thread(in_simulation, hardware, count, load, computes=True))
         results.append(Comparison(engine="torch", replicas=count, real=real, simulated=simulated))

@@ -8,13 +8,12 @@ import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
 from benchmarks.scale.clock import now
 from benchmarks.scale.hardware import Hardware
-from tinsmith.engine.base import OnDelta, SampledSequence, SampleRequest, SampleResult
+from tinsmith.engine.base import OnDelta, SampledSequence, SampleRequest, SampleResult, SavedAdapter
 from tinsmith.engine.cluster.prefixes import Block, prompt_blocks
 from tinsmith.engine.cluster.replica import Launch, RunningSampler
 from tinsmith.engine.sampling.capacity import MAX_SEQUENCES, cache_reserve
@@ -112,7 +111,7 @@ class SimulatedSampler:
         """Running sequences."""
         return self._sequences
 
-    async def attach(self, version: str, source: Path) -> None:
+    async def attach(self, version: str, source: SavedAdapter) -> None:
         self.attaching += 1
         await asyncio.sleep(self._hardware.attach_s)
         self.attaching -= 1

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.scale.clock import now
 from benchmarks.scale.hardware import Hardware
-from tinsmith.engine.base import OnDelta, Pass, SampleRequest, SampleResult
+from tinsmith.engine.base import OnDelta, Pass, SampleRequest, SampleResult, SavedAdapter
 from tinsmith.engine.cluster.trainers.shares import RowCosts, balanced
 from tinsmith.errors import EngineDied
 from tinsmith.service.storage.records import QueuedRequest
@@ -135,7 +135,7 @@ class SimulatedTrainer:
         await asyncio.sleep(self._hardware.publish_s)
         return 0
 
-    async def attach(self, version: str, source: Path) -> None:
+    async def attach(self, version: str, source: SavedAdapter) -> None:
         """Nothing to do."""
 
     async def detach(self, version: str) -> None:
