@@ -36,6 +36,8 @@ class Layout:
         """A row for each step and evaluation (monitors/jsonl.py)."""
         self.rollouts_folder = path / "rollouts"
         """Every rollout (monitors/jsonl.py)."""
+        self.rollout_index = path / "rollouts-index.sqlite"
+        """The index of the rollouts (history/index.py)."""
         self.timeline = path / "timeline.jsonl"
         """When each step sampled, trained, evaluated and saved (timeline.py)."""
         self.log = path / "log.txt"
@@ -79,7 +81,8 @@ class Layout:
 
     def steps_with_rollouts(self, kind: Kind) -> list[int]:
         """The steps that have a file of rollouts, in order."""
-        return sorted(int(file.stem.removeprefix(f"{kind}-")) for file in self.rollouts_folder.glob(f"{kind}-*.jsonl"))
+        names = (file.stem.removeprefix(f"{kind}-") for file in self.rollouts_folder.glob(f"{kind}-*.jsonl"))
+        return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
     def checkpoint(self, step: int) -> Path:
         """The state of the checkpoint after a step."""

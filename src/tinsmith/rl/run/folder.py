@@ -11,7 +11,9 @@ import fcntl
 import json
 import logging
 import shutil
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, get_args
 
@@ -44,6 +46,7 @@ _RESERVE_MB = 64
 RESERVE_BYTES = _RESERVE_MB << 20
 """Free bytes of the disk below which no step begins."""
 _LOOK_SECONDS = 1.0
+_LOCK_ATTEMPTS, _LOCK_SECONDS = 5, 0.02
 _SHARED_KEYS = (
     "model.name", "groups_per_step", "group_size", "staleness", "sync.style", "sync.interval",
     "buffer.type", "buffer.path", "buffer.url", "buffer.run", "buffer.max_staleness", "buffer.replay",
@@ -141,12 +144,12 @@ class RunFolder:
 
 
 def _acquire(lock: IO[str], path: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise ConfigError(
-            f"Another process is using the run folder {path}.", "Wait until it ends, or set another folder."
-        ) from error
+    for _ in range(_LOCK_ATTEMPTS):  # a reader that looks whether the run goes on holds it for microseconds
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_LOCK_SECONDS)
+    raise ConfigError(f"Another process is using the run folder {path}.", "Wait until it ends, or set another folder.")
 
 
 def _check_resumable(layout: Layout, settings: Mapping[str, Any], resume: bool, part: str) -> None:

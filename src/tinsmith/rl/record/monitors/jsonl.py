@@ -4,6 +4,7 @@ metrics.jsonl has a JSON object per line, flushed after each line, so that it ca
 rollouts/train-000012.jsonl has a line per rollout of step 12; rollouts/eval-000012.jsonl has those of the evaluation
 after step 12. A line has the messages of the task, and for each turn, as `input`, the text that was sent before the
 reply: what the workflow, the chat template and the environment made of them. Numbers that JSON has not are null.
+Rows of the rollouts are in an index too (history/index.py).
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any
 from typing_extensions import override
 
 from tinsmith.chat.strict_json import encode_json
+from tinsmith.rl.history.index import RolloutIndex
 from tinsmith.rl.record.layout import Kind, Layout
 from tinsmith.rl.record.monitors.base import Monitor, RunInfo
-from tinsmith.rl.types import Group, Rollout, Trajectory, Turn
+from tinsmith.rl.types import Group, Message, Rollout, Trajectory, Turn
 
 _PROMPTS = 256
 """Decoded prompts to keep."""
@@ -45,11 +47,16 @@ class JsonlMonitor(Monitor):
         """Write the file of a step, over that of an earlier process that did not complete the step."""
         target = self._layout.rollouts(kind, step)
         temporary = target.with_suffix(".part")
-        with temporary.open("w", encoding="utf-8") as file:
-            for group in groups:
+        lines: list[tuple[int, int, dict[str, Any]]] = []
+        with temporary.open("wb") as file:
+            for number, group in enumerate(groups):
                 for index, rollout in enumerate(group.rollouts):
-                    file.write(encode_json(self._line(step, group, index, rollout), compact=False) + "\n")
+                    record = self._line(step, number, group, index, rollout)
+                    line = encode_json(record, compact=False).encode() + b"\n"
+                    lines.append((file.tell(), len(line), record))
+                    file.write(line)
         temporary.replace(target)
+        RolloutIndex(self._layout).add(kind, step, lines)
 
     @property
     @override
@@ -60,14 +67,16 @@ class JsonlMonitor(Monitor):
     def close(self) -> None:
         self._metrics.close()
 
-    def _line(self, step: int, group: Group, index: int, rollout: Rollout) -> dict[str, Any]:
+    def _line(self, step: int, number: int, group: Group, index: int, rollout: Rollout) -> dict[str, Any]:
         task = group.task
         return {
             "step": step,
             "version": group.version,
             "task": f"{task.environment}/{task.id}" if task.environment else task.id,
+            "environment": task.environment,
+            "group": number,
             "index": index,
-            "messages": [{"role": message.role, "content": message.content} for message in task.messages],
+            "messages": [_message(message) for message in task.messages],
             "answer": task.answer,
             "text": rollout.text,
             "reward": _number(rollout.reward),
@@ -132,6 +141,20 @@ def read_rollouts(file: Path) -> list[dict[str, Any]]:
 def read_floats(values: Mapping[str, float | None]) -> dict[str, float]:
     """Numbers of a line, with NaN for null."""
     return {name: math.nan if value is None else value for name, value in values.items()}
+
+
+def _message(message: Message) -> dict[str, Any]:
+    images = {"images": len(message.images)} if message.images else {}
+    return {**_json_values(message.more), "role": message.role, "content": message.content, **images}
+
+
+def _json_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that JSON can hold."""
+    held: dict[str, Any] = {}
+    for name, value in values.items():
+        with suppress(TypeError, ValueError):
+            held[str(name)] = json.loads(encode_json(value))
+    return held
 
 
 def _floats(values: Mapping[str, float]) -> dict[str, float | None]:

@@ -1,0 +1,23 @@
+"""A run read back from the files of its folder: settings, state, metrics, rollouts. `RunHistory` is the entry.
+
+The run may go on, have ended, have been killed, or be a copy of a folder of another machine.
+"""
+
+from tinsmith.rl.history.filters import RolloutFilter, Sort
+from tinsmith.rl.history.index import RolloutIndex
+from tinsmith.rl.history.metric_table import MetricTable
+from tinsmith.rl.history.rows import Page, RolloutRow
+from tinsmith.rl.history.run import RunHistory, find_runs
+from tinsmith.rl.history.status import RunStatus
+
+__all__ = [
+    "MetricTable",
+    "Page",
+    "RolloutFilter",
+    "RolloutIndex",
+    "RolloutRow",
+    "RunHistory",
+    "RunStatus",
+    "Sort",
+    "find_runs",
+]
