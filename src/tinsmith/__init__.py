@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from tinsmith.rl.rewards.base import Reward, Score
     from tinsmith.rl.run.run import Run
     from tinsmith.rl.types import Group, Image, Message, Rollout, Task, Trajectory, Turn
-    from tinsmith.rl.workflows.base import WorkflowOptions
-    from tinsmith.rl.workflows.conversation import Conversation, Terminated, WorkflowPolicy
+    from tinsmith.rl.workflows.base import WorkflowOptions, WorkflowPolicy
+    from tinsmith.rl.workflows.conversation import Conversation, Terminated
     from tinsmith.rl.workflows.multi_turn import Answer, Environment
     from tinsmith.runner import TrainResult, open_run, train
     from tinsmith.service.config import ServeConfig
@@ -81,7 +81,7 @@ _MODULES = {
     "Trajectory": "tinsmith.rl.types",
     "Turn": "tinsmith.rl.types",
     "WorkflowOptions": "tinsmith.rl.workflows.base",
-    "WorkflowPolicy": "tinsmith.rl.workflows.conversation",
+    "WorkflowPolicy": "tinsmith.rl.workflows.base",
     "advantage": "tinsmith.rl.plugins",
     "embedded": "tinsmith.service.embedded",
     "environment": "tinsmith.rl.plugins",

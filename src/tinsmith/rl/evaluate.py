@@ -16,9 +16,10 @@ from tinsmith.rl.policy.sampling import SamplingConfig, Snapshot, request_seed
 from tinsmith.rl.record.metrics import equal_replies, is_right, pass_at, reward_metrics, role_metrics, workflow_metrics
 from tinsmith.rl.rewards import RewardConfig, Rewards
 from tinsmith.rl.rollouts.runner import RolloutRunner
-from tinsmith.rl.types import Group, Task, Turn
+from tinsmith.rl.types import Group, Rollout, Task, Turn
 from tinsmith.rl.workflows import WorkflowConfig
-from tinsmith.rl.workflows.base import Workflow, score_turns
+from tinsmith.rl.workflows.base import Workflow
+from tinsmith.rl.workflows.scoring import scored
 from tinsmith.settings import Needs, Settings
 
 _EVALUATION = 1
@@ -186,7 +187,7 @@ class Evaluator:
         tasks = [task for part in self._parts for task in part.tasks]
         answers = Counter(task.answer for task in tasks).most_common(self._config.baseline)
         turns = [Turn(prompt=(), tokens=(), logprobs=(), text=answer, stop="stop") for answer, _ in answers if answer]
-        rollouts = [[await score_turns(task, (turn,), rewards, policy) for task in tasks] for turn in turns]
+        rollouts = [[await scored(task, Rollout.single((turn,)), rewards, policy) for task in tasks] for turn in turns]
         if not rollouts:
             return {}
         right = [[is_right(each, self._config.threshold) for each in row] for row in rollouts]

@@ -19,8 +19,9 @@ from tinsmith.rl.policy.training_rows import rows_from_trajectory
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rewards.format import Format
 from tinsmith.rl.types import Message, Rollout, Task
-from tinsmith.rl.workflows.base import WorkflowContext, fail_if_not_finite
+from tinsmith.rl.workflows.base import WorkflowContext
 from tinsmith.rl.workflows.custom import CustomConfig
+from tinsmith.rl.workflows.results import fail_if_not_finite
 from tinsmith.rllm import (
     CumulativeWorkflow,
     Episode,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -155,8 +156,8 @@ def test_tasks_without_messages_differ_by_id():
     assert sorted(task.id for task in sampler.draw(5)) == ["0", "1", "2", "4", "5"]
 
 
-def test_base_class_requires_tasks_and_make():
+def test_base_class_requires_tasks_and_rollout():
     with pytest.raises(NotImplementedError):
         EnvironmentOptions().tasks()
     with pytest.raises(NotImplementedError):
-        EnvironmentOptions().make(None)  # type: ignore[arg-type]
+        asyncio.run(EnvironmentOptions().rollout(None, None, 0))  # type: ignore[arg-type]

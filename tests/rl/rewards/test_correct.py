@@ -19,7 +19,7 @@ from tinsmith.rl.rewards.judge import Criterion, Judge
 from tinsmith.rl.rewards.mathematics import Math, MathBoxed, MathVerify
 from tinsmith.rl.rewards.numbers import Closeness, Marked, Number
 from tinsmith.rl.types import Task
-from tinsmith.rl.workflows.base import score_turns
+from tinsmith.rl.workflows.scoring import scored
 from tinsmith.testing import ScriptedSnapshot
 
 GAME = answer('{"target": 6, "numbers": [1, 2, 3]}')
@@ -94,8 +94,7 @@ def test_judge_says_what_is_right_from_a_given_score():
     ids=["untagged", "tagged", "close and formatted", "exact and formatted", "penalized", "nobody says"],
 )
 def test_evaluation_counts_what_rewards_say_is_right(rewards, text, value, right):
-    turns = said(text).trajectories[0].turns
     policy = ScriptedSnapshot(("",), np.zeros(1), 0)
-    rollout = asyncio.run(score_turns(answer("52"), turns, Rewards(rewards), policy))
+    rollout = asyncio.run(scored(answer("52"), said(text), Rewards(rewards), policy))
     assert rollout.reward == pytest.approx(value)
     assert is_right(rollout, threshold=1.0) is right

@@ -106,7 +106,7 @@ def test_failed_rollouts_are_retried_with_another_seed():
 def test_retries_are_bounded():
     workflow = Timed()
     (group,) = rolled(["fail"], workflow=workflow, retries=2)
-    assert errors(group) == ["ValueError: no"] * 2
+    assert all(error.startswith("ValueError: no (rollouts/test_runner.py:") for error in errors(group))
     assert len({seed for *_, seed in workflow.calls}) == len(workflow.calls) == 3
 
 
@@ -132,7 +132,7 @@ def test_oversampling_waits_before_cancelling():
 
 def test_oversampling_does_not_count_failed_groups():
     groups = rolled(["fail", "0.05", "0.05", "0.05"], over=Oversampling(ratio=0.5, wait=0.5))
-    assert [errors(group)[0] for group in groups] == ["ValueError: no", "", "", ""]
+    assert [errors(group)[0].partition(" (")[0] for group in groups] == ["ValueError: no", "", "", ""]
 
 
 @pytest.mark.parametrize("partial", [True, False])

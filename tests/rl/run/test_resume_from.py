@@ -15,7 +15,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.run.state import read_state
 from tinsmith.rl.types import Rollout, Task
-from tinsmith.rl.workflows.conversation import WorkflowPolicy
+from tinsmith.rl.workflows.base import WorkflowPolicy
 
 SIX: dict[str, Any] = {"steps": 6, "eval": {"every": 2}, "checkpoint": {"every": 1}}
 

@@ -17,8 +17,8 @@ from tinsmith.rl.rewards.base import Score
 from tinsmith.rl.rewards.custom import CustomReward
 from tinsmith.rl.rewards.format import Format
 from tinsmith.rl.types import Message, Rollout, Task
-from tinsmith.rl.workflows.base import WorkflowContext
-from tinsmith.rl.workflows.conversation import Terminated, WorkflowPolicy
+from tinsmith.rl.workflows.base import WorkflowContext, WorkflowPolicy
+from tinsmith.rl.workflows.conversation import Terminated
 from tinsmith.rl.workflows.custom import CustomConfig
 from tinsmith.testing import ScriptedSnapshot, run_virtually
 
@@ -134,14 +134,14 @@ def test_workflow_says_what_is_right_before_rewards_do():
         ("hang", "timeout", ""),
         ("credit", "done", ""),
         ("raise", "error", "RuntimeError: the judge's endpoint is down"),
-        ("other", "error", "run returned float; return a Rollout, or nothing"),
+        ("other", "error", "the workflow returned a reward for 2 conversations; set `reward` of each, or return none"),
         ("early", "error", "the workflow sampled no reply"),
         ("none", "error", "reward: neither the workflow nor the run's rewards gave one to solver"),
     ],
 )
 def test_rollouts_end_early_or_fail(how: str, termination: str, error: str):
     (rollout,) = play(CustomConfig(path=Ending, args={"how": how}, timeout=0.2), "yes")
-    assert (rollout.termination, rollout.error) == (termination, error)
+    assert (rollout.termination, rollout.error.partition(" (workflows/")[0]) == (termination, error)
     if not error:
         assert [(each.role, each.reward) for each in rollout.trajectories] == [
             ("helper", 0.0),

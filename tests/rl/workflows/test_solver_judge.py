@@ -10,9 +10,11 @@ import pytest
 
 from examples.solver_judge.solver_judge import SolverJudge, choice, judge_prompt
 from tinsmith.dialects import read_run
+from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.sampling import SamplingConfig
+from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.types import Message, Rollout, Task
-from tinsmith.rl.workflows.conversation import WorkflowPolicy
+from tinsmith.rl.workflows.base import WorkflowContext, WorkflowPolicy
 from tinsmith.testing import ScriptedSnapshot
 
 TASK = Task(id="t/0", messages=(Message(role="user", content="What is 1 + 1?"),), answer="2")
@@ -40,9 +42,8 @@ def test_judge_sees_the_answers_without_the_reasoning():
 def played(*replies: str) -> list[Rollout]:
     """32 rollouts by a policy that samples `replies`, as solver and as judge."""
     policy, workflow = ScriptedSnapshot(replies, np.zeros(len(replies)), 0), SolverJudge({"type": "number"})
-    calls = (
-        workflow.run(TASK, WorkflowPolicy(policy, SamplingConfig(), seed, {}, evaluating=False)) for seed in range(32)
-    )
+    context = WorkflowContext(sampling=SamplingConfig(), rewards=Rewards([]), agent_endpoint=AgentEndpoint())
+    calls = (workflow.run(TASK, WorkflowPolicy(policy, context, seed)) for seed in range(32))
 
     async def main() -> list[Rollout]:
         return list(await asyncio.gather(*calls))

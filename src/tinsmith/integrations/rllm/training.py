@@ -11,13 +11,12 @@ from typing_extensions import override
 
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.integrations.rllm.engines.base import RolloutEngine, SnapshotEngine
-from tinsmith.integrations.rllm.records import Episode, TerminationReason
+from tinsmith.integrations.rllm.records import TerminationReason
 from tinsmith.integrations.rllm.rollouts import rollout_of, task_row
 from tinsmith.integrations.rllm.store import InMemoryStore, Store
 from tinsmith.rl.plugins import Arguments, ImportPath, import_object
-from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.types import Rollout, Task
-from tinsmith.rl.workflows.base import IndependentRollouts, Workflow, WorkflowContext, WorkflowOptions, add_rewards
+from tinsmith.rl.workflows.base import IndependentRollouts, Workflow, WorkflowContext, WorkflowOptions, WorkflowPolicy
 
 MAX_THREADS = 64
 """Threads for code of workflows that blocks."""
@@ -45,7 +44,8 @@ class RllmWorkflowOptions(WorkflowOptions):
 
     @override
     def make(self, context: WorkflowContext) -> Workflow:
-        return WorkflowRollouts(import_object(self.workflow_class), self.workflow_args, context)
+        calls = WorkflowCalls(import_object(self.workflow_class), self.workflow_args, context)
+        return IndependentRollouts(calls.rollout, context)
 
 
 def imported(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,8 +72,8 @@ def check_arguments(workflow_class: Any, args: Mapping[str, Any]) -> None:
         raise ValueError(f"{name} cannot be created with {sorted(args)}: {error}") from error
 
 
-class WorkflowRollouts(IndependentRollouts):
-    """Calls a workflow once per rollout, concurrently. Workflow objects are used again, one rollout at a time."""
+class WorkflowCalls:
+    """Calls of a workflow. Its objects are used again, one rollout at a time."""
 
     def __init__(self, workflow_class: Any, args: Mapping[str, Any], context: WorkflowContext) -> None:
         self._class, self._args, self._context = workflow_class, args, context
@@ -83,14 +83,14 @@ class WorkflowRollouts(IndependentRollouts):
         takes_mode = takes_keyword(workflow_class.run, "is_validation")
         self._more = {"is_validation": context.evaluating} if takes_mode else {}
 
-    @override
-    async def rollout(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
+    async def rollout(self, task: Task, policy: WorkflowPolicy, seed: int) -> Rollout:
+        """The episode of one call."""
         flow, engine = self._idle.pop() if self._idle else self._create()
-        engine.bind(policy, seed)
+        engine.bind(policy.snapshot, seed)
         episode = await flow.run_with_termination_handling(task_row(task), f"{task.id}:{seed}", **self._more)
         if episode.termination_reason not in UNUSABLE:
             self._idle.append((flow, engine))
-        return await scored(episode, task, policy, self._context)
+        return rollout_of(episode)
 
     def _first(self) -> tuple[Any, SnapshotEngine]:
         """The first workflow object. Raises ConfigError if it cannot be created, before the first rollout."""
@@ -105,15 +105,6 @@ class WorkflowRollouts(IndependentRollouts):
         engine = SnapshotEngine(self._context.sampling, accumulate_reasoning=True)
         engine.is_validation = self._context.evaluating
         return create_workflow(self._class, self._args, engine, self._executor, self._store), engine
-
-
-async def scored(episode: Episode, task: Task, policy: Snapshot, context: WorkflowContext) -> Rollout:
-    """The rollout of an episode, with the run's own rewards added; failed with a reason if it cannot be trained on."""
-    try:
-        rollout = rollout_of(episode)
-    except UserError as error:
-        return Rollout(error=str(error))
-    return rollout if rollout.error else await add_rewards(task, rollout, context.rewards, policy)
 
 
 def create_workflow(

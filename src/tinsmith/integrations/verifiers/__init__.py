@@ -15,8 +15,8 @@ from tinsmith.integrations.verifiers.checks import check_task
 from tinsmith.integrations.verifiers.package import importable_name, last_part, require_verifiers
 from tinsmith.rl.data.ordering import OrderConfig, Sequential, Shuffle
 from tinsmith.rl.environments.base import EnvironmentOptions
-from tinsmith.rl.types import Task
-from tinsmith.rl.workflows.base import Workflow, WorkflowContext
+from tinsmith.rl.types import Rollout, Task
+from tinsmith.rl.workflows.base import WorkflowPolicy
 
 if TYPE_CHECKING:
     import verifiers.v1 as vf
@@ -70,10 +70,10 @@ class VerifiersEnvironment(EnvironmentOptions):
         return Sequential() if self._infinite else Shuffle()
 
     @override
-    def make(self, context: WorkflowContext) -> Workflow:
-        from tinsmith.integrations.verifiers.workflow import VerifiersWorkflow
+    async def rollout(self, task: Task, policy: WorkflowPolicy, seed: int) -> Rollout:
+        from tinsmith.integrations.verifiers.workflow import episode
 
-        return VerifiersWorkflow(self._environment, context)
+        return await episode(self._environment, task, policy, seed)
 
     @property
     def _splits(self) -> bool:

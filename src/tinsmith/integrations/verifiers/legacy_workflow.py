@@ -19,6 +19,7 @@ from typing import Any
 from typing_extensions import override
 
 from tinsmith.integrations.verifiers.rollouts import NO_LOGPROB, has_logprobs
+from tinsmith.rl.guards.user_code import describe
 from tinsmith.rl.plugins import await_if_needed
 from tinsmith.rl.policy.agent_endpoint import AgentSession
 from tinsmith.rl.policy.chat_session import MODEL
@@ -69,7 +70,7 @@ class LegacyWorkflow(Workflow):
             async with client:
                 state = await self._environment.rollout(deepcopy(task.extra[ROW]), _adapted(client), MODEL, {})
         except Exception as error:  # noqa: BLE001  the environment's code: its error fails this rollout
-            return f"{type(error).__name__}: {error}"
+            return describe(error)
         if error := state.get("error"):
             return f"{type(error).__name__}: {error.__cause__ or error}"
         return state if session.turns else "the environment sampled no reply"
@@ -92,7 +93,7 @@ class LegacyWorkflow(Workflow):
         try:
             await score(scored, **more)
         except Exception as error:  # noqa: BLE001  the environment's code
-            failures.append(f"{type(error).__name__}: {error}")
+            failures.append(describe(error))
         finally:
             self._failures.reset(token)
         return f"reward: {failures[0]}" if failures else ""
@@ -140,7 +141,7 @@ def _noting_failure(function: Callable[..., Any], failures: ContextVar[list[str]
         try:
             return await await_if_needed(function(*args, **kwargs))
         except Exception as error:
-            failures.get([]).append(f"{call.__name__}: {type(error).__name__}: {error}")
+            failures.get([]).append(f"{call.__name__}: {describe(error)}")
             raise
 
     return call

@@ -50,8 +50,8 @@ _SPLIT_SEED = 0
 
 
 class EnvironmentOptions(WorkflowOptions):
-    """Base class of environments: a workflow with its tasks. A subclass implements `tasks` and `make`; its fields are
-    settings of the run file.
+    """Base class of environments: a workflow with its tasks. A subclass implements `tasks` and `rollout`; its fields
+    are settings of the run file.
 
     Example:
 
@@ -62,8 +62,9 @@ class EnvironmentOptions(WorkflowOptions):
             def tasks(self) -> Sequence[Task]:
                 return [parity_task(number) for number in range(10**self.digits)]
 
-            def make(self, context: WorkflowContext) -> Workflow:
-                return ParityWorkflow(context.sampling)
+            async def rollout(self, task: Task, policy: WorkflowPolicy, seed: int) -> float:
+                reply = await policy.conversation().say(*task.messages)
+                return float(reply.text.strip() == task.answer)
     """
 
     has_tasks: ClassVar[bool] = True
@@ -142,8 +143,8 @@ class EnvironmentOptions(WorkflowOptions):
         return Shuffle()
 
     async def open(self, run: OpeningRun) -> None:
-        """Open what the rollouts use and add it to `run.resources`, once in a run; `make` finds it in
-        `context.resources`."""
+        """Open what the rollouts use and add it to `run.resources`, once in a run; a rollout finds it in
+        `policy.context.resources`."""
 
     def evaluated_with(self, workflow: WorkflowOptions | None, rewards: Sequence[Reward]) -> EnvironmentOptions:
         """The environment with the workflow and the rewards of an evaluation, which only type `tasks` may have."""

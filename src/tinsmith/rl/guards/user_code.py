@@ -6,16 +6,27 @@ User code may raise anything, also SystemExit, KeyboardInterrupt and asyncio.Can
 from __future__ import annotations
 
 import asyncio
+import sysconfig
 from collections.abc import Awaitable, Callable, Coroutine
-from types import FrameType
+from pathlib import Path
+from traceback import walk_tb
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from tinsmith.chat.strict_json import encodable
+from tinsmith.errors import TinsmithError
 
 MAX_LENGTH = 2000
 """Characters of the description of an error."""
 GRACE_SECONDS = 5.0
 """How long code that was cancelled may go on before it is left to itself."""
+
+_OTHERS = (
+    str(Path(__file__).parents[2]),
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    "<frozen ",
+)
+"""Folders of code that is not the user's: Tinsmith, Python and installed packages."""
 
 T = TypeVar("T")
 
@@ -45,13 +56,26 @@ def is_fault(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """The type and message of an exception, cut to MAX_LENGTH."""
+    """The type and message of an exception, cut to MAX_LENGTH, and the line of user code that raised it.
+
+    Of an error of Tinsmith it is the message.
+    """
+    explained = isinstance(error, Exited | TinsmithError)
     try:
-        text = str(error) if isinstance(error, Exited) else f"{type(error).__name__}: {error}"
+        text = str(error) if explained else f"{type(error).__name__}: {error}"
     except Exception as failure:  # noqa: BLE001  user code: its __str__ may raise anything
         text = f"{type(error).__name__}, whose message raises {type(failure).__name__}"
     text = encodable(text)
-    return text if len(text) <= MAX_LENGTH else f"{text[:MAX_LENGTH]}… ({len(text)} characters)"
+    text = text if len(text) <= MAX_LENGTH else f"{text[:MAX_LENGTH]}… ({len(text)} characters)"
+    place = "" if explained else _place(error.__traceback__)
+    return f"{text} ({place})" if place else text
+
+
+def _place(trace: TracebackType | None) -> str:
+    """FOLDER/FILE:LINE of the innermost line of user code; empty if there is none."""
+    lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(trace)]
+    own = [f"{'/'.join(Path(file).parts[-2:])}:{line}" for file, line in lines if not file.startswith(_OTHERS)]
+    return own[-1] if own else ""
 
 
 async def run_user_code(work: Awaitable[T]) -> T:

@@ -1,20 +1,13 @@
-"""Conversations with the policy: what workflows written by users hold, one for each role that takes part in a rollout.
-
-A workflow of one role receives a Conversation. A workflow of several roles receives a WorkflowPolicy, from which it
-starts a conversation for each of them.
-"""
+"""Conversations with the policy, one for each role that takes part in a rollout."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from tinsmith.rl.policy.sampling import SamplingConfig, Snapshot, request_seed
-from tinsmith.rl.rewards.base import Reward, Score
-from tinsmith.rl.rewards.compared import score_by
-from tinsmith.rl.scoring.pool import ScoringPool
-from tinsmith.rl.types import POLICY, Message, Rollout, Task, Termination, Trajectory, Turn
+from tinsmith.rl.types import POLICY, Message, Termination, Trajectory, Turn
 
 
 class Terminated(Exception):
@@ -118,75 +111,10 @@ class Conversation:
             last = replace(last, advantages=values)
         self._turns[-1] = last
 
+    def record(self, turns: Sequence[Turn]) -> None:
+        """Add replies that an endpoint of the policy has sampled."""
+        self._turns.extend(turns)
+
     def reset(self) -> None:
         """Clear the history. The next reply starts a new conversation, and so a new training row."""
         self._history = []
-
-
-@dataclass(slots=True)
-class WorkflowPolicy:
-    """The policy as a workflow of several roles samples it in one rollout.
-
-    Example:
-
-        class SolverJudge:
-            async def run(self, task: Task, policy: WorkflowPolicy) -> Rollout:
-                solver, judge = policy.conversation("solver"), policy.conversation("judge")
-                answer = await solver.say(*task.messages)
-                verdict = await judge.say(f"Is this right? Answer yes or no.\n{answer.text}")
-                right = answer.text.strip() == task.answer
-                solver.reward, judge.reward = float(right), float((verdict.text.strip() == "yes") == right)
-                return policy.rollout(correct=right)
-    """
-
-    snapshot: Snapshot
-    """The weights that sample this rollout."""
-    sampling: SamplingConfig
-    seed: int
-    store: dict[str, Any]
-    """Values that all rollouts of the run share; checkpoints save those that JSON can hold."""
-    evaluating: bool
-    """Whether the rollout is part of an evaluation."""
-    # Worker processes of the run, in which `score` makes comparisons that may take long.
-    _scoring: ScoringPool | None = None
-    _conversations: list[Conversation] = field(default_factory=list)
-
-    def conversation(self, role: str = POLICY, *, model: str = "", trained: bool = True) -> Conversation:
-        """Start a conversation. All conversations with a reply become trajectories of the rollout.
-
-        `model`: a base model or tinker:// path of the server that replies in place of the policy and is not trained.
-        `trained=False`: the policy replies, without being trained on it.
-        """
-        seed = request_seed(self.seed, len(self._conversations)) if self._conversations else self.seed
-        conversation = Conversation(self.snapshot, self.sampling, seed, role=role, model=model, trained=trained)
-        self._conversations.append(conversation)
-        return conversation
-
-    async def open_model(self, name: str) -> Snapshot:
-        """Another model of the server, a base model or a tinker:// path, to sample from without a trajectory."""
-        return await self.snapshot.open_model(name)
-
-    async def score(self, reward: Reward, task: Task, text: str) -> Score:
-        """The score of a text by a reward function, which `make_reward` makes from its settings."""
-        turn = Turn(prompt=(), tokens=(), logprobs=(), text=text, stop="stop")
-        return await score_by(reward, task, Rollout.single((turn,)), self.snapshot, self._scoring)
-
-    @property
-    def without_reward(self) -> tuple[str, ...]:
-        """Roles with a trained trajectory that was given no reward."""
-        return tuple(each.role for each in self._conversations if each.trained and each.total_reward is None)
-
-    def rollout(
-        self,
-        *,
-        correct: bool | None = None,
-        metrics: Mapping[str, float] | None = None,
-        termination: Termination = "done",
-    ) -> Rollout:
-        """The rollout of all conversations so far. `metrics` are averaged over rollouts as workflow/NAME."""
-        return Rollout(
-            trajectories=tuple(each.trajectory for each in self._conversations if each.turns),
-            correct=correct,
-            metrics=metrics or {},
-            termination=termination,
-        )

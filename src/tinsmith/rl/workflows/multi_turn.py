@@ -6,19 +6,17 @@ The turns of a rollout form one training row; the messages of the environment ar
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import override
 
-from tinsmith.chat.request import PromptTooLong
-from tinsmith.rl.guards.user_code import describe, is_fault
-from tinsmith.rl.plugins import await_if_needed, check_signature, import_object
-from tinsmith.rl.policy.sampling import Snapshot
-from tinsmith.rl.types import Rollout, Task, Termination, Turn
-from tinsmith.rl.workflows.base import IndependentRollouts, Workflow, WorkflowContext, WorkflowOptions, score_turns
-from tinsmith.rl.workflows.conversation import Conversation
+from tinsmith.rl.plugins import await_if_needed, check_signature, import_object, path_text
+from tinsmith.rl.types import Task, Turn
+from tinsmith.rl.workflows.base import WorkflowPolicy
+from tinsmith.rl.workflows.conversation import Terminated
+from tinsmith.rl.workflows.own_code import OwnCode
 from tinsmith.rl.workflows.single_turn import with_system_message
 
 
@@ -68,14 +66,11 @@ class Environment:
         raise NotImplementedError
 
 
-class MultiTurnConfig(WorkflowOptions):
-    """A conversation with a custom environment. The rewards of its steps are added up, and to those of the run."""
+class MultiTurnConfig(OwnCode):
+    """A conversation with a custom environment, a subclass of Environment that is created for each rollout. The
+    rewards of its steps are added up, and to those of the run."""
 
     type: Literal["multi_turn"] = "multi_turn"
-    path: str
-    """Import path, module:Class, of a subclass of Environment."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the environment class."""
     system: str = ""
     """System message for tasks that have none."""
     max_turns: int = Field(default=10, ge=1)
@@ -83,54 +78,25 @@ class MultiTurnConfig(WorkflowOptions):
 
     @model_validator(mode="after")
     def _check_path(self) -> MultiTurnConfig:
-        target = import_object(self.path)
+        target, path = import_object(self.path), path_text(self.path)
         if not (isinstance(target, type) and issubclass(target, Environment)):
             raise ValueError(
-                f"{self.path} is not a subclass of {Environment.__module__}.Environment; derive it from that class"
+                f"{path} is not a subclass of {Environment.__module__}.Environment; derive it from that class"
             )
-        check_signature(target, self.path, ("task", "seed"), self.args)
+        check_signature(target, path, ("task", "seed"), self.args)
         return self
 
-    @property
     @override
-    def provides_rewards(self) -> bool:
-        return True
-
-    @override
-    def make(self, context: WorkflowContext) -> Workflow:
-        return MultiTurnWorkflow(self, context)
-
-
-class MultiTurnWorkflow(IndependentRollouts):
-    """Plays the rollouts of a task concurrently, each with its own environment."""
-
-    def __init__(self, config: MultiTurnConfig, context: WorkflowContext) -> None:
-        self._config, self._context, self._environment = config, context, import_object(config.path)
-
-    @override
-    async def rollout(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
-        """Play a rollout. A prompt that becomes too long ends it; any other exception fails it."""
-        conversation = Conversation(policy, self._context.sampling, seed)
-        termination: Termination = "max_prompt"
-        try:
-            termination = await self._play(task, conversation, self._environment(task, seed, **self._config.args))
-        except BaseException as error:
-            if not is_fault(error):
-                raise
-            if not (isinstance(error, PromptTooLong) and conversation.turns):
-                return Rollout.single(conversation.turns).failed(describe(error))
-        rollout = await score_turns(task, conversation.turns, self._context.rewards, policy, conversation.total_reward)
-        return rollout if rollout.error else replace(rollout, termination=termination)
-
-    async def _play(self, task: Task, conversation: Conversation, environment: Environment) -> Termination:
+    async def rollout(self, task: Task, policy: WorkflowPolicy, seed: int) -> None:
+        conversation = policy.conversation()
+        environment: Environment = import_object(self.path)(task, seed, **self.args)
         answer: Answer = await await_if_needed(environment.begin())
-        messages = [*with_system_message(task, self._config.system), *([answer.message] if answer.message else [])]
-        for _ in range(self._config.max_turns):
-            if answer.done:
-                return "done"
+        messages = [*with_system_message(task, self.system), *([answer.message] if answer.message else [])]
+        while not answer.done:
+            if len(conversation.turns) == self.max_turns:
+                raise Terminated("max_turns")
             reply = await conversation.say(*messages, state=answer.state)
             answer = await await_if_needed(environment.step(reply))
             if answer.reward is not None:
                 conversation.credit(answer.reward)
             messages = [answer.message]
-        return "done" if answer.done else "max_turns"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,6 @@ from tinsmith.plurals import counted
 from tinsmith.rl.guards.user_code import MAX_LENGTH
 from tinsmith.rl.rewards.base import as_number
 from tinsmith.rl.types import Rollout, Trajectory, Turn
-from tinsmith.rl.workflows.base import fail_if_not_finite, note_truncation
 
 
 def checked(result: Any, count: int) -> tuple[Rollout, ...]:
@@ -71,3 +71,20 @@ def _check_text(place: str, text: str) -> None:
         check_text(text)
     except ValueError as error:
         raise ValueError(f"{place} is no text: {error}") from error
+
+
+def fail_if_not_finite(rollout: Rollout) -> Rollout:
+    """Return the rollout, or a failed one if a reward is NaN or infinite: such rewards cannot be compared."""
+    turns = [(f"turn {number}", turn.reward) for number, turn in enumerate(rollout.turns, 1) if turn.reward is not None]
+    rewards = [(f"the reward of {each.role}", each.reward) for each in rollout.trajectories]
+    if rollout.error or all(math.isfinite(value) for _, value in (*rewards, *turns)):
+        return rollout
+    named = (*rollout.reward_parts.items(), *turns, *rewards)
+    wrong = next(f"{name} is {value}" for name, value in named if not math.isfinite(value))
+    return rollout.failed(f"reward: {wrong}, and must be a finite number")
+
+
+def note_truncation(rollout: Rollout) -> Rollout:
+    """The rollout, with termination `max_response` if it was done but a trajectory ended at max_tokens."""
+    truncated = rollout.termination == "done" and any(each.truncated for each in rollout.trajectories)
+    return replace(rollout, termination="max_response") if truncated and not rollout.error else rollout

@@ -9,8 +9,9 @@ from typing import Literal
 from typing_extensions import override
 
 from tinsmith.rl.policy.sampling import Snapshot
-from tinsmith.rl.types import Message, Rollout, Task
-from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOptions, score_turns
+from tinsmith.rl.types import POLICY, Message, Rollout, Task
+from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOptions
+from tinsmith.rl.workflows.scoring import scored
 
 THINK = (
     "Think the question through before you answer it. Write your thoughts between <think> and </think>, and after "
@@ -63,9 +64,10 @@ class SingleTurnWorkflow(Workflow):
             messages = (*messages, Message(role="assistant", content=self._prefix))
         prefix = messages[-1].content if messages[-1].role == "assistant" else ""
         turns = await policy.sample(messages, count=count, seed=seed, sampling=self._context.sampling)
-        turns = [replace(turn, text=prefix + turn.text) for turn in turns]
+        rollouts = [Rollout.single((replace(turn, text=prefix + turn.text),)) for turn in turns]
+        rewards = self._context.rewards
         return tuple(
-            await asyncio.gather(*(score_turns(task, (turn,), self._context.rewards, policy) for turn in turns))
+            await asyncio.gather(*(scored(task, each, rewards, policy, without_reward=(POLICY,)) for each in rollouts))
         )
 
 

@@ -9,9 +9,8 @@ from typing_extensions import override
 
 from tinsmith.rl.environments.base import EnvironmentOptions
 from tinsmith.rl.plugins import environment, reward, workflow
-from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.types import Message, Rollout, Task
-from tinsmith.rl.workflows.base import IndependentRollouts, Workflow, WorkflowContext
+from tinsmith.rl.workflows.base import WorkflowPolicy
 from tinsmith.rl.workflows.conversation import Conversation
 
 
@@ -31,8 +30,15 @@ class Checking(EnvironmentOptions):
         ]
 
     @override
-    def make(self, context: WorkflowContext) -> Workflow:
-        return CheckingWorkflow(self, context)
+    async def rollout(self, task: Task, policy: WorkflowPolicy, seed: int) -> Rollout:
+        sampling = policy.sampling
+        assert task.environment == self.title
+        assert task.answer == self.label
+        assert sampling.max_tokens == self.sampling["max_tokens"]
+        assert sampling.temperature == (0 if policy.evaluating else self.sampling["temperature"])
+        (turn,) = await policy.snapshot.sample(task.messages, count=1, seed=seed, sampling=sampling)
+        right = turn.text == self.label
+        return replace(Rollout.single((turn,), float(right), correct=right), metrics={"rows": self.rows})
 
 
 @reward("says")
@@ -47,21 +53,3 @@ async def twice(task: Task, conversation: Conversation) -> None:
     await conversation.say(*task.messages)
     conversation.reset()
     await conversation.say(*task.messages)
-
-
-class CheckingWorkflow(IndependentRollouts):
-    """Replies to one prompt."""
-
-    def __init__(self, options: Checking, context: WorkflowContext) -> None:
-        self._options, self._context = options, context
-
-    @override
-    async def rollout(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
-        sampling, options = self._context.sampling, self._options
-        assert task.environment == options.title
-        assert task.answer == options.label
-        assert sampling.max_tokens == options.sampling["max_tokens"]
-        assert sampling.temperature == (0 if self._context.evaluating else options.sampling["temperature"])
-        (turn,) = await policy.sample(task.messages, count=1, seed=seed, sampling=sampling)
-        right = turn.text == options.label
-        return replace(Rollout.single((turn,), float(right), correct=right), metrics={"rows": options.rows})

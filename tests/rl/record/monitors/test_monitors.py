@@ -17,7 +17,7 @@ from tinsmith.rl.record.monitors import charts
 from tinsmith.rl.record.monitors.base import Monitor, Monitors, RunInfo
 from tinsmith.rl.record.monitors.jsonl import JsonlMonitor, read_metrics
 from tinsmith.rl.types import Group, Rollout, Task, Turn
-from tinsmith.rl.workflows.conversation import WorkflowPolicy
+from tinsmith.rl.workflows.base import WorkflowPolicy
 
 
 def shown(tmp_path, *, terminal: bool = False, **changes) -> str:

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from typing_extensions import override
 
+from tinsmith.rl.guards.user_code import describe
 from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.types import Rollout, Task, Trajectory, Turn
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
@@ -51,7 +52,7 @@ class ReflectionWorkflow(Workflow, Generic[Truth]):
         try:
             score = await self.score(task, turn.text, truth, policy)
         except Exception as error:  # noqa: BLE001  a failed request is no bad answer: the rollout is dropped
-            return Rollout.single((turn,)).failed(f"reward: {type(error).__name__}: {error}")
+            return Rollout.single((turn,)).failed(f"reward: {describe(error)}")
         return Rollout(
             trajectories=(Trajectory(turns=(turn,), reward=score.reward),),
             reward_parts=score.parts,

@@ -6,7 +6,6 @@ are matched by position, if there are as many as there are replies left. Anythin
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,16 +17,15 @@ from tinsmith.errors import UserError
 from tinsmith.integrations.rllm.engines.base import model_output
 from tinsmith.integrations.rllm.flows.records import AgentConfig, EvalOutput, Task
 from tinsmith.integrations.rllm.records import Episode, Step, Trajectory
-from tinsmith.integrations.rllm.rollouts import PROMPT_KEYS, reply_text, task_row
-from tinsmith.integrations.rllm.training import MAX_THREADS, scored
+from tinsmith.integrations.rllm.rollouts import PROMPT_KEYS, reply_text, rollout_of, task_row
+from tinsmith.integrations.rllm.training import MAX_THREADS
 from tinsmith.plurals import counted
 from tinsmith.rl.plugins import ImportPath
 from tinsmith.rl.policy.agent_endpoint import AgentSession
 from tinsmith.rl.policy.chat_session import ChatSession
-from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.types import Rollout, Turn
 from tinsmith.rl.types import Task as RunTask
-from tinsmith.rl.workflows.base import IndependentRollouts, Workflow, WorkflowContext, WorkflowOptions
+from tinsmith.rl.workflows.base import IndependentRollouts, Workflow, WorkflowContext, WorkflowOptions, WorkflowPolicy
 
 
 class FlowOptions(WorkflowOptions):
@@ -50,33 +48,26 @@ class FlowOptions(WorkflowOptions):
 
     @override
     def make(self, context: WorkflowContext) -> Workflow:
-        return FlowRollouts(self.flow, self.evaluator, context)
+        return IndependentRollouts(FlowCalls(self.flow, self.evaluator, context).rollout, context)
 
 
-class FlowRollouts(IndependentRollouts):
-    """Calls the flow once per rollout, concurrently."""
+class FlowCalls:
+    """Calls of a flow, each with a session of its own; code that blocks runs in threads."""
 
     def __init__(self, flow: Any, scorer: Any, context: WorkflowContext) -> None:
         self._flow, self._scorer, self._context = flow, scorer, context
         self._executor = ThreadPoolExecutor(MAX_THREADS, "flow")
 
-    @override
-    async def rollout(self, task: RunTask, policy: Snapshot, seed: int) -> Rollout:
-        context, row = self._context, task_row(task)
+    async def rollout(self, task: RunTask, policy: WorkflowPolicy, seed: int) -> Rollout:
+        """The episode of one call."""
+        row = task_row(task)
         flow_task = Task(id=task.id, instruction=_instruction(row, task), metadata=row)
-        async with context.agent_endpoint.session(policy, context.sampling, seed, open_url=True) as session:
-            try:
-                episode = await self._flow.arun(flow_task, self._config(session, seed), self._executor)
-                episode.id = episode.id or f"{task.id}:{seed}"
-                attach_turns(episode, session)
-                await self._score(flow_task, episode)
-            except UserError as error:
-                return Rollout.single(session.turns).failed(str(error))
-            except Exception as error:  # noqa: BLE001  user code: its error fails this rollout, not the group
-                place = traceback.extract_tb(error.__traceback__)[-1]
-                message = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
-                return Rollout.single(session.turns).failed(message)
-        return await scored(episode, task, policy, context)
+        async with policy.session(open_url=True) as session:
+            episode = await self._flow.arun(flow_task, self._config(session, seed), self._executor)
+            episode.id = episode.id or f"{task.id}:{seed}"
+            attach_turns(episode, session)
+            await self._score(flow_task, episode)
+        return rollout_of(episode)
 
     def _config(self, session: AgentSession, seed: int) -> AgentConfig:
         return AgentConfig(

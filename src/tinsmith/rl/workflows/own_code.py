@@ -1,0 +1,31 @@
+"""OwnCode, the base class of workflows that are code of the user, selected by its import path."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from typing_extensions import override
+
+from tinsmith.rl.plugins import Arguments, ImportPath
+from tinsmith.rl.workflows.base import IndependentRollouts, Workflow, WorkflowContext, WorkflowOptions
+
+
+class OwnCode(WorkflowOptions):
+    """Settings of a workflow that calls code of the user."""
+
+    path: ImportPath
+    """Import path, module:attribute: `my_package.flows:debate`, or `debate:flow` for debate.py in `plugins`. From
+    Python, also the object itself."""
+    args: Arguments = Field(default_factory=dict)
+    """Keyword arguments of the code."""
+    timeout: float | None = Field(default=None, gt=0)
+    """Time limit of one rollout, in seconds: what was sampled until then is kept. Not set: rollout.timeout, after which
+    the rollout has failed."""
+
+    @property
+    @override
+    def provides_rewards(self) -> bool:
+        return True
+
+    @override
+    def make(self, context: WorkflowContext) -> Workflow:
+        return IndependentRollouts(self.rollout, context, self.timeout)

@@ -1,0 +1,47 @@
+"""Scoring of rollouts: what the workflow gave, and the rewards of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tinsmith.rl.guards.user_code import describe, is_fault
+from tinsmith.rl.policy.sampling import Snapshot
+from tinsmith.rl.rewards import Rewards
+from tinsmith.rl.rewards.base import Score, all_correct
+from tinsmith.rl.types import POLICY, Rollout, Task, Trajectory
+
+OWN = "workflow"
+"""Name of the workflow's own reward among the reward parts."""
+
+NO_REWARD = "reward: neither the workflow nor the run's rewards gave one"
+
+
+async def scored(
+    task: Task, rollout: Rollout, rewards: Rewards, policy: Snapshot, *, without_reward: Sequence[str] = ()
+) -> Rollout:
+    """Return the rollout with the run's rewards added to those of its trajectories. If a reward raises, it has failed.
+
+    Parts of rewards are recorded by role. A `correct` of the workflow counts more than those of the rewards.
+    `without_reward`: roles to which the workflow gave no reward; the rollout has failed if the run's give none either.
+    """
+    scores: list[tuple[Trajectory, Score]] = []
+    try:
+        for trajectory in rollout.trajectories:
+            scores.append((trajectory, await rewards.score(task, trajectory, policy)))
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        return rollout.failed(f"reward: {describe(error)}")
+    if without_reward and rewards.needed and not any(score.parts for _, score in scores):
+        role = without_reward[0]
+        return rollout.failed(NO_REWARD if role == POLICY else f"{NO_REWARD} to {role}")
+    parts = dict(rollout.reward_parts)
+    for role in rollout.roles:
+        of_role = [score.parts for trajectory, score in scores if trajectory.role == role]
+        for name in dict.fromkeys(name for part in of_role for name in part):
+            values = [part[name] for part in of_role if name in part]
+            parts[name if role == POLICY else f"{role}/{name}"] = sum(values) / len(values)
+    correct = all_correct(score.correct for _, score in scores) if rollout.correct is None else rollout.correct
+    trajectories = tuple(replace(each, reward=each.reward + score.value) for each, score in scores)
+    return replace(rollout, trajectories=trajectories, reward_parts=parts, correct=correct)
