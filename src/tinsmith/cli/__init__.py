@@ -55,13 +55,14 @@ app.command("tinsmith.cli.transfer:import_adapter", name="import", help="Import 
 app.command("tinsmith.cli.transfer:export", name="export", help="Export a checkpoint as an adapter or a model.")
 app.command("tinsmith.cli.machine:models", name="models", help="List served and downloaded base models, or fetch one.")
 app.command("tinsmith.cli.check:check", name="check", help="Check a run file and its data without starting anything.")
+app.command("tinsmith.cli.sweep:sweep", name="sweep", help="Train a run file with several values of some settings.")
 app.command("tinsmith.cli.run_file:config", name="config", help="Show a run file with all settings, or convert one.")
 app.command("tinsmith.cli.data:app", name="data", help="Prepare datasets as JSONL files for run files.")
 app.command("tinsmith.cli.log:log", name="log", help="Show the log of a run.")
 app.command("tinsmith.cli.prove:prove", name="prove", help="Prove on this machine that the service is exact.")
 app.command("tinsmith.cli.machine:doctor", name="doctor", help="Check this machine for everything the service needs.")
 
-_TAKE_SETTINGS = ("run", "check", "debug", "config", "demo")
+_TAKE_SETTINGS = ("run", "check", "debug", "config", "demo", "sweep")
 """Commands whose words may set keys of a run file."""
 STOPPED_EARLY = 75
 """Exit code of a run that stopped before its last step and can be continued: EX_TEMPFAIL of sysexits.h."""

@@ -79,7 +79,7 @@ def convert(
     """
     file, overrides = file_and_overrides("config convert", words, config)
     run_file = read_with_notes(file, with_plugins(overrides, plugin_dir))
-    text = _yaml(_plain(run_file.settings))
+    text = as_run_file(run_file.settings)
     if out is None:
         sys.stdout.write(text)
         return
@@ -116,6 +116,11 @@ def read_with_notes(file: Path, overrides: Sequence[str]) -> RunFile:
     run_file = read_run(file, overrides)
     print_notes(run_file, new_console(stderr=True, soft_wrap=True))
     return run_file
+
+
+def as_run_file(settings: RunConfig) -> str:
+    """The text of a run file with the settings that are set."""
+    return _yaml(_plain(settings))
 
 
 def _yaml(values: dict[str, Any]) -> str:

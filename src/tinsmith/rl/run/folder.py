@@ -83,7 +83,7 @@ class RunFolder:
         writable_folder(own.path, "folder")
         lock = layout.lock(part).open("w")
         try:
-            _acquire(lock, path)
+            lock_run(lock, path)
             _check_resumable(own, settings, resume, part)
             for other in sorted({"", *layout.explore_parts()} - {part}):
                 _check_shared_keys(
@@ -143,7 +143,8 @@ class RunFolder:
         self._lock.close()
 
 
-def _acquire(lock: IO[str], path: Path) -> None:
+def lock_run(lock: IO[str], path: Path) -> None:
+    """Lock the file for this process, as long as it is open. Raises ConfigError if another process has it."""
     for _ in range(_LOCK_ATTEMPTS):  # a reader that looks whether the run goes on holds it for microseconds
         with suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
