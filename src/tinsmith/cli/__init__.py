@@ -45,14 +45,26 @@ app = App(
 )
 
 app.command("tinsmith.cli.serve:serve", name="serve", help="Serve the Tinker API on this machine until interrupted.")
-app.command("tinsmith.cli.keys:app", name="keys", help="API keys of tenants: create, list, revoke, and set quotas.")
-app.command("tinsmith.cli.admin:app", name="admin", help="Sessions, queues and use of a server, for all tenants.")
-app.command("tinsmith.cli.admin:status", name="status", help="Processes of a running server: places, loads, versions.")
-app.command("tinsmith.cli.backup:backup", name="backup", help="Back up a service, while its server runs or not.")
-app.command("tinsmith.cli.backup:restore", name="restore", help="Restore a backup into an empty data folder.")
-app.command("tinsmith.cli.backup:verify", name="verify", help="Check a data folder or a backup for what is missing.")
-app.command("tinsmith.cli.transfer:import_adapter", name="import", help="Import a PEFT adapter as a checkpoint.")
-app.command("tinsmith.cli.transfer:export", name="export", help="Export a checkpoint as an adapter or a model.")
+app.command(
+    "tinsmith.cli.service.keys:app", name="keys", help="API keys of tenants: create, list, revoke, and set quotas."
+)
+app.command(
+    "tinsmith.cli.service.admin:app", name="admin", help="Sessions, queues and use of a server, for all tenants."
+)
+app.command(
+    "tinsmith.cli.service.admin:status", name="status", help="Processes of a running server: places, loads, versions."
+)
+app.command(
+    "tinsmith.cli.service.backup:backup", name="backup", help="Back up a service, while its server runs or not."
+)
+app.command("tinsmith.cli.service.backup:restore", name="restore", help="Restore a backup into an empty data folder.")
+app.command(
+    "tinsmith.cli.service.backup:verify", name="verify", help="Check a data folder or a backup for what is missing."
+)
+app.command(
+    "tinsmith.cli.service.transfer:import_adapter", name="import", help="Import a PEFT adapter as a checkpoint."
+)
+app.command("tinsmith.cli.service.transfer:export", name="export", help="Export a checkpoint as an adapter or a model.")
 app.command("tinsmith.cli.machine:models", name="models", help="List served and downloaded base models, or fetch one.")
 app.command("tinsmith.cli.check:check", name="check", help="Check a run file and its data without starting anything.")
 app.command("tinsmith.cli.sweep:sweep", name="sweep", help="Train a run file with several values of some settings.")

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -72,7 +73,7 @@ def sweep(
     at_once
         Largest number of runs at the same time. Default: all.
     server
-        URL of a server to use, instead of a service on this machine; several: the runs are spread over them.
+        URL of a server to use, instead of a service on this machine; several: the runs are divided among them.
     out
         Folder of the sweep. Default: the run's folder with -sweep after it.
     time_limit
@@ -80,23 +81,52 @@ def sweep(
     json_
         Print the outcome as JSON.
     """
-    from tinsmith.rl.sweep import results
-    from tinsmith.rl.sweep.control import SweepRun
     from tinsmith.rl.sweep.members import metric_of
 
     file, overrides = file_and_overrides("sweep", words, None)
     base, members, folder = _members(file, with_plugins(overrides, plugin_dir), out)
-    console = new_console(stderr=True, soft_wrap=True)
     if list_:
         _print_list(members, as_json=json_)
         return
     _check_counts(halve, at_once)
-    metric = metric or metric_of(members)
-    stop = _stop_signal(time_limit, base)
-    halving = _halving(members, metric, halve, lower=better == "lower") if halve else None
+    rules = Rules(metric or metric_of(members), lower=better == "lower", share=halve)
+    _sweep(file, base, members, folder, rules, at_once, server, _stop_signal(time_limit, base), as_json=json_)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How the runs of a sweep are compared.
+
+    Example: Rules("eval/reward/mean", lower=False, share=3)
+    """
+
+    metric: str
+    lower: bool
+    share: int
+    """Of so many settings one goes on; 0: all do."""
+
+
+def _sweep(
+    file: Path,
+    base: RunConfig,
+    members: Sequence[Member],
+    folder: SweepFolder,
+    rules: Rules,
+    at_once: int,
+    servers: Sequence[str],
+    stop: StopSignal,
+    *,
+    as_json: bool,
+) -> None:
+    """Run the members, and write and print the outcome."""
+    from tinsmith.rl.sweep import results
+    from tinsmith.rl.sweep.control import SweepRun
+
+    console = new_console(stderr=True, soft_wrap=True)
+    halving = _halving(members, rules) if rules.share else None
     with ExitStack() as stack, stop.at_signals():
         stack.enter_context(folder.locked())
-        start = _starter(stack, file, folder, members, base, server)
+        start = _starter(stack, file, folder, members, base, servers)
         console.print(f"{counted(len(members), 'run')} in {folder.path}", highlight=False, markup=False)
         stop.begin("the runs of the sweep stop after their steps and save checkpoints")
         statuses = SweepRun(
@@ -105,20 +135,18 @@ def sweep(
             start=start,
             at_once=at_once or len(members),
             report=lambda text: console.print(text, highlight=False, markup=False),
-            servers=server,
+            servers=servers,
             halving=halving,
             stop=stop,
         ).run()
-    result = results.outcome(members, statuses, metric, lower=better == "lower")
+    result = results.outcome(members, statuses, rules.metric, lower=rules.lower)
     results.write(folder, base.name, result)
-    best = {member.name: member for member in members}.get(result.best_run.name) if result.best_run else None
-    if best is not None:
-        _write_best(folder, base, best)
     results.print_table(console, result)
     console.print(f"[dim]outcome[/]  {folder.page}", highlight=False)
-    if best is not None:
+    if (best := next((each for each in members if each.name == result.best), None)) is not None:
+        _write_best(folder, base, best)
         console.print(f"[dim]   best[/]  {folder.best}  ({best.name})", highlight=False)
-    if json_:
+    if as_json:
         sys.stdout.write(json.dumps(result.as_json(), allow_nan=False) + "\n")
     _exit(stop, base, list(statuses.values()))
 
@@ -176,7 +204,7 @@ def _stop_signal(time_limit: str | None, base: RunConfig) -> StopSignal:
     return StopSignal(seconds, base.grace_period)
 
 
-def _halving(members: Sequence[Member], metric: str, share: int, *, lower: bool) -> Halving:
+def _halving(members: Sequence[Member], rules: Rules) -> Halving:
     from tinsmith.rl.run.open import prepare
     from tinsmith.rl.sweep.control import Halving
     from tinsmith.rl.sweep.halving import steps_of_halving
@@ -184,16 +212,21 @@ def _halving(members: Sequence[Member], metric: str, share: int, *, lower: bool)
     if any(member.config.stages for member in members):
         raise ConfigError("--halve: runs in stages have no common count of steps.", "Sweep the stage by itself.")
     prepared = [prepare(member.config)[0] for member in members]
-    every = {config.eval.every if metric.startswith("eval/") else 1 for config in prepared}
+    every = {config.eval.every if rules.metric.startswith("eval/") else 1 for config in prepared}
     if len(every) > 1:
         raise ConfigError("--halve: eval.every differs between the runs.", "Give all runs one eval.every.")
     settings = {member.combination.setting for member in members}
-    steps = steps_of_halving(len(settings), share, min(config.steps for config in prepared), every.pop())
-    return Halving(metric=metric, share=share, steps=tuple(steps), lower=lower)
+    steps = steps_of_halving(len(settings), rules.share, min(config.steps for config in prepared), every.pop())
+    return Halving(metric=rules.metric, share=rules.share, steps=tuple(steps), lower=rules.lower)
 
 
 def _starter(
-    stack: ExitStack, file: Path, folder: SweepFolder, members: Sequence[Member], base: RunConfig, servers: Sequence[str]
+    stack: ExitStack,
+    file: Path,
+    folder: SweepFolder,
+    members: Sequence[Member],
+    base: RunConfig,
+    servers: Sequence[str],
 ) -> Callable[[Member, RunRecord], Child]:
     """What starts the process of a run, after the service of the sweep, if it has its own."""
     from tinsmith.processes.start import start_child
@@ -245,7 +278,7 @@ def _exit(stop: StopSignal, base: RunConfig, statuses: Sequence[str]) -> None:
         )
     if failed:
         raise TinsmithError(
-            f"{failed} of {counted(len(statuses), 'run')} failed.", "The same command tries these runs again."
+            f"{failed} of {counted(len(statuses), 'run')} failed.", "The same command starts these runs again."
         )
 
 

@@ -16,7 +16,7 @@ from tinsmith.rl.record.layout import Layout
 from tinsmith.rl.sweep import results
 from tinsmith.rl.sweep.combinations import combinations
 from tinsmith.rl.sweep.control import STOPPED_EARLY, Halving, SweepRun
-from tinsmith.rl.sweep.folder import SweepFolder
+from tinsmith.rl.sweep.folder import Status, SweepFolder
 from tinsmith.rl.sweep.members import HELD_OUT_REWARD, Member, metric_of
 
 STEPS = 8
@@ -24,6 +24,10 @@ STEPS = 8
 
 def members(folder: SweepFolder, *words: str) -> list[Member]:
     return [Member(each, settings(folder.run(each.name), name=each.name, steps=STEPS)) for each in combinations(words)]
+
+
+class Killed(Exception):
+    """The end of a sweep by SIGKILL."""
 
 
 class FakeRuns:
@@ -36,7 +40,7 @@ class FakeRuns:
         self.servers: dict[str, str] = {}
         self.most = 0
         self.stop_at: tuple[int, StopSignal] | None = None
-        self.sleeps = 0
+        self.sleeps = self.killed_at = 0
 
     def start(self, member: Member, record: Any) -> FakeRun:
         self.started.append(member.name)
@@ -52,17 +56,19 @@ class FakeRuns:
             run.advance()
         if self.stop_at and self.sleeps == self.stop_at[0]:
             self.stop_at[1].request("SIGTERM")
+        if self.sleeps == self.killed_at:
+            raise Killed
 
 
 class FakeRun:
     def __init__(self, member: Member, runs: FakeRuns) -> None:
         self.member, self.runs = member, runs
         self.code: int | None = None
-        self.asked = False
+        self.terminated = False
 
     def advance(self) -> None:
         name, layout = self.member.name, Layout(self.member.path)
-        if self.asked:
+        if self.terminated:
             self.code = STOPPED_EARLY
         elif name in self.runs.fails:
             self.code = 2
@@ -77,7 +83,7 @@ class FakeRun:
         return self.code
 
     def terminate(self) -> None:
-        self.asked = True
+        self.terminated = True
 
     def kill(self) -> None:
         self.code = -9
@@ -100,7 +106,7 @@ def folder(tmp_path: Path) -> SweepFolder:
     return folder
 
 
-def sweep(folder: SweepFolder, runs: FakeRuns, words: tuple[str, ...] = WORDS, **options: Any) -> dict[str, str]:
+def sweep(folder: SweepFolder, runs: FakeRuns, words: tuple[str, ...] = WORDS, **options: Any) -> dict[str, Status]:
     made = members(folder, *words)
     options = {"at_once": len(made), "report": lambda _: None, **options}
     return dict(SweepRun(members=made, folder=folder, start=runs.start, sleep=runs.sleep, **options).run())
@@ -147,16 +153,8 @@ def test_stopped_sweep_goes_on_to_the_same_outcome(folder, tmp_path, sleeps, hal
 
 
 def test_killed_sweep_goes_on_and_leaves_finished_runs_alone(folder):
-    class Killed(Exception):
-        pass
-
-    def sleep(seconds: float) -> None:
-        first.advance_all(seconds)
-        if first.sleeps == 9:
-            raise Killed
-
     first = FakeRuns(by_rank)
-    first.advance_all, first.sleep = first.sleep, sleep
+    first.killed_at = 9
     with pytest.raises(Killed):
         sweep(folder, first, at_once=2)
     later = FakeRuns(by_rank)
@@ -177,7 +175,7 @@ def test_other_rules_after_a_decision_are_refused(folder):
         sweep(folder, FakeRuns(by_rank))
 
 
-def test_runs_are_spread_over_servers_and_stay_there(folder):
+def test_runs_are_divided_among_servers_and_stay_there(folder):
     runs, stop = FakeRuns(by_rank), StopSignal()
     runs.stop_at = (1, stop)
     sweep(folder, runs, ("model.rank=1,2,4",), servers=("http://a", "http://b"), stop=stop)
@@ -195,16 +193,15 @@ def test_server_with_checkpoints_cannot_be_left_out(folder):
         sweep(folder, FakeRuns(by_rank), ("model.rank=1,2",))
 
 
-def test_outcome_has_the_best_first_with_mean_and_spread(folder):
+def test_outcome_has_the_best_first_with_mean_and_deviation(folder):
     made = members(folder, *WORDS)
     statuses = sweep(folder, FakeRuns(by_rank), halving=HALVING)
     assert metric_of(made) == HELD_OUT_REWARD
     result = results.outcome(made, statuses, HELD_OUT_REWARD)
     assert [each.name for each in result.settings[:2]] == ["rank=8", "rank=4"]
     assert result.settings[0].mean == pytest.approx(8.13)
-    assert result.settings[0].spread == pytest.approx(0.0707, abs=1e-4)
-    assert result.best_run is not None
-    assert result.best_run.name == "rank=8,seed=1"
+    assert result.settings[0].deviation == pytest.approx(0.0707, abs=1e-4)
+    assert result.best == "rank=8,seed=1"
     results.write(folder, "small", result)
     read = json.loads(folder.results.read_text())
     assert [row["state"] for row in read["settings"]] == ["finished", *["ended early"] * 3]
@@ -215,7 +212,7 @@ def test_outcome_has_the_best_first_with_mean_and_spread(folder):
 
 def test_outcome_without_values_names_no_best(folder):
     made = members(folder, "seed=0,1")
-    result = results.outcome(made, dict.fromkeys(["seed=0", "seed=1"], "failed"), HELD_OUT_REWARD)
-    assert result.best_run is None
+    result = results.outcome(made, {"seed=0": "failed", "seed=1": "failed"}, HELD_OUT_REWARD)
+    assert result.best == ""
     results.write(folder, "small", result)
     assert json.loads(folder.results.read_text())["settings"][0]["mean"] is None

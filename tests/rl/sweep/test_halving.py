@@ -62,6 +62,6 @@ def test_run_that_ended_before_counts_by_its_last_value():
     assert kept_settings({"done": [at(0.7, ended=True)], "on": [at(0, 0.5)]}, 10, 2) == ["done"]
 
 
-def test_values_without_a_number_are_last_and_ties_keep_their_order():
+def test_values_that_are_no_number_are_last():
     assert ranked({"nan": math.nan, "a": 1.0, "b": 1.0, "c": -math.inf}) == ["a", "b", "c", "nan"]
     assert ranked({"nan": math.nan, "a": 1.0, "c": -math.inf}, lower=True) == ["c", "a", "nan"]

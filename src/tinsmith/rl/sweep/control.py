@@ -73,12 +73,12 @@ class SweepRun:
     """Largest number of runs at a time."""
     report: Callable[[str], None]
     servers: Sequence[str] = ()
-    """URLs of the servers that the runs are spread over; none: they share the service of the sweep."""
+    """URLs of the servers that the runs are divided among; none: they share the service of the sweep."""
     halving: Halving | None = None
     stop: StopSignal = field(default_factory=StopSignal)
     sleep: Callable[[float], None] = time.sleep
     _children: dict[str, Child] = field(default_factory=dict, init=False)
-    _asked: set[str] = field(default_factory=set, init=False)
+    _stopping: set[str] = field(default_factory=set, init=False)
     """Runs that were sent SIGTERM."""
     _curves: dict[str, tuple[int, Curve]] = field(default_factory=dict, init=False)
     _record: SweepRecord = field(default_factory=SweepRecord, init=False)
@@ -156,15 +156,15 @@ class SweepRun:
             if (code := child.poll()) is None:
                 continue
             del self._children[name]
-            member, asked = self._by_name()[name], name in self._asked
-            self._asked.discard(name)
+            member, early = self._by_name()[name], name in self._stopping
+            self._stopping.discard(name)
             if code == 0:
                 self._set(member, "finished")
                 self.report(f"{name}: finished")
             elif self._status(member) == "ended":
                 pass
-            elif code == STOPPED_EARLY or (asked and code < 0):
-                self._set(member, "waiting" if asked and not self.stop.requested else "stopped")
+            elif code == STOPPED_EARLY or (early and code < 0):
+                self._set(member, "waiting" if early and not self.stop.requested else "stopped")
             else:
                 self._set(member, "failed")
                 self.report(f"{name}: failed with exit code {code}: {self.folder.last_words(name)}")
@@ -196,7 +196,7 @@ class SweepRun:
         """Have runs that wait for a decision give their place to those that it waits for."""
         step = self._next_decision()
         needed = [member for member in self._waiting() if not self._reached(member, step)]
-        free = self.at_once - len(self._children) + len(self._asked)
+        free = self.at_once - len(self._children) + len(self._stopping)
         if not step or len(needed) <= free:
             return
         at_rest = [name for name in self._children if self._reached(self._by_name()[name], step)]
@@ -205,16 +205,18 @@ class SweepRun:
     def _halve(self) -> None:
         """Decide what can be decided, and end the runs that do not go on."""
         while (halving := self.halving) is not None and (step := self._next_decision()):
-            going_on = next((kept for _, kept in sorted(self._record.decided.items(), reverse=True)), None)
+            going_on = next((names for _, names in sorted(self._record.decided.items(), reverse=True)), None)
             runs = dict[str, list[Progress]]()
             for member in self.members:
                 if going_on is None or member.combination.setting in going_on:
                     runs.setdefault(member.combination.setting, []).append(self._progress(member, halving))
-            if (kept := kept_settings(runs, step, halving.share, lower=halving.lower)) is None:
+            if (remaining := kept_settings(runs, step, halving.share, lower=halving.lower)) is None:
                 return
-            self._record.decided[step] = kept
-            self.report(f"after step {step}, {len(kept)} of {counted(len(runs), 'setting')} go on: {'; '.join(kept)}")
-            self._end([member for member in self.members if member.combination.setting not in kept])
+            self._record.decided[step] = remaining
+            self.report(
+                f"after step {step}, {len(remaining)} of {counted(len(runs), 'setting')} go on: {'; '.join(remaining)}"
+            )
+            self._end([member for member in self.members if member.combination.setting not in remaining])
             self.folder.write(self._record)
 
     def _end(self, members: Sequence[Member]) -> None:
@@ -225,6 +227,6 @@ class SweepRun:
 
     def _terminate(self, names: Sequence[str]) -> None:
         for name in names:
-            if name not in self._asked:
-                self._asked.add(name)
+            if name not in self._stopping:
+                self._stopping.add(name)
                 self._children[name].terminate()

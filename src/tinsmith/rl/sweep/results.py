@@ -1,4 +1,4 @@
-"""The outcome of a sweep: settings, best first, each with the mean and spread over its seeds; as a table, JSON, a page.
+"""The outcome of a sweep: settings, best first, each with its mean over seeds; as a table, as JSON, as a page.
 
 A run counts by the last value of the metric. A setting that was ended early is below those that went further, whatever
 its value: the later ones had more steps to get there.
@@ -67,7 +67,7 @@ class SettingResult:
         return mean([run.value for run in self.counted])
 
     @property
-    def spread(self) -> float:
+    def deviation(self) -> float:
         """Standard deviation over them, with n - 1; NaN for fewer than two."""
         values = [run.value for run in self.counted]
         return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
@@ -98,21 +98,19 @@ class Outcome:
     """Best first."""
 
     @property
-    def best_run(self) -> RunResult | None:
-        """The best run of the best setting; None if no run has a value."""
+    def best(self) -> str:
+        """Name of the best run of the best setting; empty if no run has a value."""
         runs = self.settings[0].counted if self.settings else []
-        names = ranked({run.name: run.value for run in runs}, lower=self.lower)
-        return next((run for run in runs if run.name == names[0]), None) if runs else None
+        return next(iter(ranked({run.name: run.value for run in runs}, lower=self.lower)), "")
 
     def as_json(self) -> dict[str, Any]:
         """The outcome as JSON has it: NaN is null."""
-        best = self.best_run
         rows = [
             {
                 "setting": each.name,
                 "values": dict(each.values),
                 "mean": _number(each.mean),
-                "spread": _number(each.spread),
+                "deviation": _number(each.deviation),
                 "step": each.step,
                 "state": each.state,
                 "runs": [{**asdict(run), "value": _number(run.value), "curve": _curve(run)} for run in each.runs],
@@ -120,7 +118,7 @@ class Outcome:
             for each in self.settings
         ]
         direction = "lower" if self.lower else "higher"
-        return {"metric": self.metric, "better": direction, "best": best.name if best else None, "settings": rows}
+        return {"metric": self.metric, "better": direction, "best": self.best or None, "settings": rows}
 
 
 def outcome(members: Sequence[Member], statuses: Mapping[str, Status], metric: str, *, lower: bool = False) -> Outcome:
@@ -173,10 +171,10 @@ def print_table(console: Console, result: Outcome) -> None:
 
 
 def shown(each: SettingResult) -> str:
-    """Mean and spread as text."""
+    """Mean and deviation as text."""
     if math.isnan(each.mean):
         return "-"
-    return f"{each.mean:.4g}" if math.isnan(each.spread) else f"{each.mean:.4g} ± {each.spread:.2g}"
+    return f"{each.mean:.4g}" if math.isnan(each.deviation) else f"{each.mean:.4g} ± {each.deviation:.2g}"
 
 
 def write(folder: SweepFolder, name: str, result: Outcome) -> None:

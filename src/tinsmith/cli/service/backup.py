@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinsmith.cli.keys import ServiceLocation
+from tinsmith.cli.service.keys import ServiceLocation
 from tinsmith.plurals import counted
 from tinsmith.terminal import new_console
 

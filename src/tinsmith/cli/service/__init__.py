@@ -1,0 +1,1 @@
+"""Commands of a service that runs or has run: keys, tenants, backups, checkpoints."""
