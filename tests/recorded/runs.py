@@ -221,6 +221,9 @@ def rounded(value: float) -> float:
 
 
 def _digest(file: Path) -> str:
-    """A hash of the stored rollouts, with numbers rounded."""
+    """A hash of the stored rollouts, with numbers rounded. Logprobs of the trainer are sums whose last digits differ
+    between machines; of them the number counts."""
     rows = [json.loads(line, parse_float=lambda text: rounded(float(text))) for line in file.read_text().splitlines()]
+    for turn in (turn for row in rows for trajectory in row["trajectories"] for turn in trajectory["turns"]):
+        turn["trainer_logprobs"] = turn["trainer_logprobs"] and len(turn["trainer_logprobs"])
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]

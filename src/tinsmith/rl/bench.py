@@ -23,6 +23,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.ending.stop import StopRequested, StopSignal
 from tinsmith.rl.evaluate import Evaluator
+from tinsmith.rl.policy.chat import ChatCodec
 from tinsmith.rl.policy.models import Models
 from tinsmith.rl.policy.request_limit import RequestLimit
 from tinsmith.rl.record import comparison
@@ -67,7 +68,7 @@ async def bench(
         data, resources = RunData(config), RolloutResources()
         runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
         await check_images(data, models := await connect())
-        jsonl = JsonlMonitor(RunInfo(name=config.name, folder=layout.path, steps=len(names), decode=models.chat.decode))
+        jsonl = JsonlMonitor(_info(config, layout.path, len(names), models.chat))
         models.on_outage(runner.requests.suspend)
         stop.begin("the comparison stops after this model")
         try:
@@ -93,6 +94,10 @@ async def bench(
     if rows:
         _print(console, rows, compared)
     return rows
+
+
+def _info(config: RunConfig, folder: Path, steps: int, chat: ChatCodec) -> RunInfo:
+    return RunInfo(name=config.name, folder=folder, steps=steps, decode=chat.decode, token_text=chat.token_text)
 
 
 def checkpoint_names(config: RunConfig, path: Path) -> list[str]:

@@ -74,7 +74,15 @@ async def explore(
         monitors.announce(config.monitors, own.path, console)
         await check_images(data, models := await connect())
         name = f"{config.name} {part}"
-        info = RunInfo(name=name, folder=own.path, steps=config.steps, settings=settings, decode=models.chat.decode)
+        chat = models.chat
+        info = RunInfo(
+            name=name,
+            folder=own.path,
+            steps=config.steps,
+            settings=settings,
+            decode=chat.decode,
+            token_text=chat.token_text,
+        )
         run_monitors = monitors.build(config.monitors, info, console)
         resources = RolloutResources()
         try:

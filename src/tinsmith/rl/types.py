@@ -172,7 +172,11 @@ class Turn:
     state: str = ""
     """Key of the environment state before the reply, equal for equal states; for algorithms that compare turns."""
     advantages: float | tuple[float, ...] | None = None
-    """Advantage of all tokens, or [L] of each, if the workflow computes it; for the advantage `precomputed`."""
+    """Advantage of all tokens, or [L] of each, if the workflow computes it; for the advantage `precomputed`. In what
+    monitors receive: the advantage that the turn was trained with."""
+    trainer_logprobs: tuple[float, ...] = ()
+    """[L] log-probabilities of `tokens` by the weights in training, before the update that trained on them; empty until
+    then."""
     routed_experts: str = ""
     """Record of the experts of `prompt` and `tokens[:-1]` in a mixture (`routed_experts.to_text`), where
     model.router_replay is on."""

@@ -100,6 +100,10 @@ class ChatCodec(Protocol):
         """Decode tokens, special tokens included."""
         ...
 
+    def token_text(self, token: int) -> str:
+        """Text of a token that is not the first."""
+        return self.decode([token])
+
 
 class Chat(ChatCodec):
     """One model's tokenizer and chat template."""
@@ -249,6 +253,10 @@ class Chat(ChatCodec):
         """Text of tokens, special tokens included; an image is one placeholder."""
         shown = list(tokens) if self._images is None else self._images.shortened(tokens)
         return self._texts.decode(shown)
+
+    @override
+    def token_text(self, token: int) -> str:
+        return self._texts.of(token)[0]
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:

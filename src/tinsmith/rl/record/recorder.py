@@ -13,6 +13,7 @@ from tinsmith.rl.policy.request_limit import TokenRates
 from tinsmith.rl.record.metrics import group_metrics
 from tinsmith.rl.record.monitors.base import Monitors
 from tinsmith.rl.record.timeline import OverlapMeter, Part, Timeline
+from tinsmith.rl.record.token_values import Results, with_token_values
 from tinsmith.rl.rollouts.batch import Batch
 from tinsmith.rl.types import Group
 
@@ -34,6 +35,8 @@ class _Step:
     version: int = 0
     """Version of the weights before the update."""
     numbers: dict[str, float] = field(default_factory=dict)
+    results: Results = ()
+    """The updates of the batch, with what they returned."""
 
 
 class Recorder:
@@ -74,6 +77,11 @@ class Recorder:
         self._step = self._step or _Step()
         self._step.numbers.update(values)
 
+    def add_results(self, results: Results) -> None:
+        """Record updates of the step in progress: the records of its rollouts have their advantages and logprobs."""
+        self._step = self._step or _Step()
+        self._step.results = (*self._step.results, *results)
+
     def finish_step(self, number: int) -> tuple[Sequence[Group], dict[str, float]]:
         """Hand the rollouts and the row of a step to the monitors; returns both, empty if nothing was recorded."""
         step, self._step = self._step, None
@@ -82,7 +90,7 @@ class Recorder:
         batch, end = step.batch or Batch(step=number, groups=()), time.perf_counter()
         self._timeline.add("sampling", number, batch.sampled_from, batch.sampled_until)
         if batch.groups:
-            self._monitors.rollouts(number, "train", batch.groups)
+            self._monitors.rollouts(number, "train", with_token_values(batch.groups, step.results))
         row = {
             **_sampled(batch, step.version),
             **step.numbers,

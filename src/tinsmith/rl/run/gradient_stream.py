@@ -30,6 +30,11 @@ class GradientStream:
         self._numbers: dict[str, float] = defaultdict(float)
         self._tokens = 0
 
+    @property
+    def results(self) -> Sequence[tuple[Update, UpdateResult]]:
+        """The parts of the gradient, with what the server returned for each."""
+        return self._results
+
     async def add(self, groups: Sequence[Group]) -> None:
         """Compute the gradient of groups that pass the filters; the first part includes the step's demonstrations."""
         demonstrations, self._demonstrations = self._demonstrations, ()

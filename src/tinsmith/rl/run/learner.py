@@ -129,6 +129,7 @@ class Learner:
         """Take the optimizer step of a streamed gradient; returns its metrics."""
         numbers = await stream.finish(self.config.optimizer, self._learning_rate(step))
         self.recorder.add(numbers)
+        self.recorder.add_results(stream.results)
         return numbers
 
     async def update(self, step: int, batch: BatchUpdates) -> dict[str, float]:
@@ -155,6 +156,7 @@ class Learner:
         with self.recorder.span("training", step):
             updated = await self.policy.train(batch.updates, self.config.optimizer, rate)
         results = list(zip(batch.updates, updated, strict=True))
+        self.recorder.add_results(results)
         numbers = update_metrics(results)
         if not guarded:
             self.backoff.observe(step, numbers)

@@ -188,6 +188,7 @@ def _run_info(config: RunConfig, folder: RunFolder, policy: Trainer) -> RunInfo:
         start=folder.state.step if folder.state else 0,
         settings=config.model_dump(mode="json"),
         decode=policy.models.chat.decode,
+        token_text=policy.models.chat.token_text,
     )
 
 

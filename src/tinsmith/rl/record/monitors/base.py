@@ -37,6 +37,8 @@ class RunInfo:
     settings: Mapping[str, Any] = field(default_factory=dict)
     decode: Callable[[Sequence[int]], str] | None = None
     """Text of token ids with special tokens, by the policy's tokenizer; None if there is none."""
+    token_text: Callable[[int], str] | None = None
+    """Text of a single token, by the same tokenizer."""
 
 
 class Monitor(Protocol):

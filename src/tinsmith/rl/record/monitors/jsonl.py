@@ -3,7 +3,8 @@
 metrics.jsonl has a JSON object per line, flushed after each line, so that it can be followed during the run.
 rollouts/train-000012.jsonl has a line per rollout of step 12; rollouts/eval-000012.jsonl has those of the evaluation
 after step 12. A line has the messages of the task, and for each turn, as `input`, the text that was sent before the
-reply: what the workflow, the chat template and the environment made of them. Numbers that JSON has not are null.
+reply: what the workflow, the chat template and the environment made of them. Of each sampled token there are its id,
+text, logprob, and, if it was trained on, the trainer's logprob and the advantage. Numbers that JSON has not are null.
 Rows of the rollouts are in an index too (history/index.py).
 """
 
@@ -36,6 +37,7 @@ class JsonlMonitor(Monitor):
         self._layout = Layout(info.folder)
         self._layout.rollouts_folder.mkdir(parents=True, exist_ok=True)
         self._decode = lru_cache(_PROMPTS)(info.decode) if info.decode else None  # rollouts of a task share prompts
+        self._token_text = lru_cache(None)(info.token_text) if info.token_text else None
         self._metrics = self._layout.metrics.open("a", buffering=1, encoding="utf-8")
 
     @override
@@ -103,7 +105,10 @@ class JsonlMonitor(Monitor):
                     "reward": None if turn.reward is None else _number(turn.reward),
                     "prompt": turn.prompt,
                     "tokens": turn.tokens,
+                    "token_texts": [self._token_text(each) for each in turn.tokens] if self._token_text else None,
                     "logprobs": [_number(p) for p in turn.logprobs],
+                    "trainer_logprobs": [_number(p) for p in turn.trainer_logprobs] or None,
+                    "advantages": _advantages(turn),
                 }
                 for before, turn in zip((None, *trajectory.turns), trajectory.turns, strict=False)
             ],
@@ -155,6 +160,13 @@ def _json_values(values: Mapping[str, Any]) -> dict[str, Any]:
         with suppress(TypeError, ValueError):
             held[str(name)] = json.loads(encode_json(value))
     return held
+
+
+def _advantages(turn: Turn) -> float | list[float | None] | None:
+    """The advantage of all tokens, or that of each."""
+    if turn.advantages is None or isinstance(turn.advantages, int | float):
+        return None if turn.advantages is None else _number(turn.advantages)
+    return [_number(value) for value in turn.advantages]
 
 
 def _floats(values: Mapping[str, float]) -> dict[str, float | None]:
