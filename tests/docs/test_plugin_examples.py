@@ -19,6 +19,7 @@ FILES = re.findall(r"```python\n# my_plugins/(\w+\.py)\n(.*?)```", PAGE, re.DOTA
 PARTS = [
     part for part in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) if re.search("^(workflow|rewards):", part, re.M)
 ]
+PROGRAMS = re.search(r"```json\n(.*?)```", PAGE, re.DOTALL)[1]  # type: ignore[index]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
 
 
@@ -36,7 +37,10 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if "type: judge" not in part])
-def test_example_runs_without_failed_rollouts(folder, part):
+def test_example_runs_without_failed_rollouts(folder, part, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    Path("programs.jsonl").write_text(PROGRAMS)
+
     async def connect(state: str, version: int) -> ScriptedPolicy:
         return ScriptedPolicy(("yes, it is", "no", CALL), folder.parent / "weights", state=state, version=version)
 
@@ -84,7 +88,7 @@ def test_judge_example_is_a_valid_config(tmp_path):
 
 def test_page_has_each_kind_of_example():
     assert len(FILES) == 6
-    assert len(PARTS) == 6
+    assert len(PARTS) == 7
 
 
 def test_examples_import_only_the_public_api():

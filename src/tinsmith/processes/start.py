@@ -39,6 +39,21 @@ def start_child(
     return subprocess.Popen(command, **options)  # type: ignore[return-value]  # in bytes, without `text`
 
 
+def start_confined(command: Sequence[str], limits: str) -> subprocess.Popen[bytes]:
+    """Start a command that is not trusted, through `tinsmith.processes.confine`, with pipes to it.
+
+    `limits`: those of that module, in JSON. The system kills the command when the thread that called this function
+    ends. The command inherits no variable of this process.
+    """
+    module = [sys.executable, "-m", "tinsmith.processes.confine", limits]
+    return _with_pipes([*module, *command], own_imports())
+
+
+def start_program(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a program of the system, such as docker, with the environment of this process and pipes to it."""
+    return _with_pipes(command, None)
+
+
 async def start_watched_child(
     module: str,
     *,
@@ -108,6 +123,11 @@ class ConnectedChild:
 def parents_socket() -> socket.socket:
     """In the child: the socket of its `ConnectedChild`."""
     return socket.socket(fileno=int(sys.argv[1]))
+
+
+def _with_pipes(command: Sequence[str], environment: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, env=environment)
 
 
 def _options(

@@ -17,6 +17,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.guards.user_code import run_user_code
 from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.rewards.base import Reward, Score, all_correct
+from tinsmith.rl.rewards.code import CodeTests
 from tinsmith.rl.rewards.compared import score_by
 from tinsmith.rl.rewards.countdown import Countdown
 from tinsmith.rl.rewards.custom import CustomReward
@@ -42,6 +43,7 @@ RewardConfig = Annotated[
     | Format
     | Overlong
     | ReasoningGymScore
+    | CodeTests
     | Judge
     | CustomReward,
     Field(discriminator="type"),

@@ -1,4 +1,4 @@
-"""The base of rewards that compare a reply with an answer by a library that may take long."""
+"""The bases of rewards that are computed in a worker process, because they may take long or hang."""
 
 from __future__ import annotations
 
@@ -32,7 +32,15 @@ class Comparison:
         return call_with_limit(import_object(self.function), self.arguments, seconds)
 
 
-class ComparedReward(Reward):
+class PooledReward(Reward):
+    """Base of rewards that a run computes in a worker process, and anyone else by `score` in this process."""
+
+    async def judge_in(self, pool: ScoringPool, task: Task, rollout: Rollout) -> Score:
+        """The score of the last reply of a rollout. Raises ComparisonError if the process fails."""
+        raise NotImplementedError
+
+
+class ComparedReward(PooledReward):
     """Base of rewards whose comparison a run makes in a worker process, with a time limit.
 
     `score` makes it in this process, where the limit applies in the main thread only and not to long operations in C.
@@ -64,8 +72,8 @@ class ComparedReward(Reward):
                 result = comparison.run(self.timeout)
         return self.grade(task, text, result)
 
+    @override
     async def judge_in(self, pool: ScoringPool, task: Task, rollout: Rollout) -> Score:
-        """The score of the last reply of a rollout. Raises ComparisonError if the comparison fails."""
         text, result = rollout.text, self.wrong
         comparison = self.comparison(task, text)
         if comparison is not None:
@@ -75,7 +83,7 @@ class ComparedReward(Reward):
 
 
 async def score_by(reward: Reward, task: Task, rollout: Rollout, policy: Snapshot, pool: ScoringPool | None) -> Score:
-    """The score of a rollout by a reward. Without a pool, comparisons are made in this process."""
-    if isinstance(reward, ComparedReward) and pool is not None:
+    """The score of a rollout by a reward. Without a pool, it is computed in this process."""
+    if isinstance(reward, PooledReward) and pool is not None:
         return await reward.judge_in(pool, task, rollout)
     return Score.of(await reward.judge(task, rollout, policy))

@@ -31,11 +31,11 @@ class ScoringPool:
             size, memory_bytes=MEMORY_BYTES, threads_variable="OMP_NUM_THREADS", log=subprocess.DEVNULL
         )
 
-    async def call(self, function: str, *arguments: Any, seconds: float) -> Any:
+    async def call(self, function: str, *arguments: Any, seconds: float | None) -> Any:
         """The result of a function, named as module:function, in a worker process.
 
         Raises TimeoutError after `seconds`, which do not include waiting for a process and its imports, and
-        ComparisonError if the function raises or its process ends.
+        ComparisonError if the function raises or its process ends. None: the function limits its own time.
         """
         try:
             return await self._pool.call(function, *arguments, seconds=seconds)

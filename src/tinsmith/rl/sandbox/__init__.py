@@ -1,0 +1,1 @@
+"""Runs Python code that a model wrote, with limits, and tests it."""
