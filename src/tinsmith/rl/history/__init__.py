@@ -6,11 +6,13 @@ The run may go on, have ended, have been killed, or be a copy of a folder of ano
 from tinsmith.rl.history.filters import RolloutFilter, Sort
 from tinsmith.rl.history.index import RolloutIndex
 from tinsmith.rl.history.metric_table import MetricTable
+from tinsmith.rl.history.rollout_html import STYLE, rollout_html
 from tinsmith.rl.history.rows import Page, RolloutRow
 from tinsmith.rl.history.run import RunHistory, find_runs
 from tinsmith.rl.history.status import RunStatus
 
 __all__ = [
+    "STYLE",
     "MetricTable",
     "Page",
     "RolloutFilter",
@@ -20,4 +22,5 @@ __all__ = [
     "RunStatus",
     "Sort",
     "find_runs",
+    "rollout_html",
 ]
