@@ -229,12 +229,18 @@ def _print_results(settings: RunConfig, state: State, console: Console) -> None:
     layout, service = Layout(folder_path(settings)), own_service(settings)
     comparison.print_tables(console, comparison.read(layout.path))
     places: list[tuple[str, Any]] = [("report", layout.report), ("metrics", layout.metrics)]
-    places += [("weights", state.sampling_path), ("resume from", state.path)]
+    places += [("weights", f"{state.sampling_path}{_of_best(settings, state)}"), ("resume from", state.path)]
     if service.data.is_dir():
         dry_run = " engine=fake" if service.engine == "fake" else ""
         places.append(("serve with", f"tinsmith serve --data {service.data} --model {service.models[0]}{dry_run}"))
     for name, place in places:
         console.print(f"[dim]{name:>11}[/]  {_plain(str(place))}", highlight=False, soft_wrap=True)
+
+
+def _of_best(settings: RunConfig, state: State) -> str:
+    """Which step the weights are of, where they are the best of the run."""
+    metric = settings.checkpoint.metric
+    return f"  (of step {state.best.step}, {metric} {state.best.value:.4g})" if state.best else ""
 
 
 def _plain(text: str) -> str:

@@ -62,7 +62,7 @@ async def _run_each(
     final_states = _final_states(path, names)
     trained: tuple[RunConfig, State] | None = None
     for number, stage in enumerate(config.stages, 1):
-        previous = trained[1].path if trained else ""
+        previous = trained[1].result_path if trained else ""
         stage_config = config.stage_config(number, previous)
         if stage_config.mode == "bench" and final_states.get(stage.name) == previous:
             continue
@@ -84,7 +84,7 @@ async def _run_each(
         trained = stage_config, await train(stage_config, connect, console, stop)
         if stop.stopped_at:
             return trained
-        final_states[stage.name] = trained[1].path
+        final_states[stage.name] = trained[1].result_path
     _write_status(path, names, final_states, under_way="")
     assert trained is not None  # RunConfig requires a stage that trains
     return trained

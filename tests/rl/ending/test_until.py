@@ -46,6 +46,14 @@ def test_patience_counts_values_without_improvement():
     assert each.reason == "a has not been better than 0.4 for 3 values"
 
 
+@pytest.mark.parametrize(("better", "ends"), [(None, False), ("higher", False), ("lower", True)])
+def test_patience_needs_no_bound(better, ends):
+    until = condition(metric="a", patience=2, better=better)
+    for value in (0.1, 0.2, 0.3):
+        until.observe({"a": value})
+    assert bool(until.reason) == ends
+
+
 def test_time_adds_up_over_resumes():
     now = [0.0]
     first = condition(clock=lambda: now[0], time_limit="1m")
@@ -62,8 +70,10 @@ def test_time_adds_up_over_resumes():
     ("config", "match"),
     [
         ({}, "there is no condition"),
-        ({"metric": "a"}, "metric needs a bound"),
-        ({"metric": "a", "at_least": 1, "at_most": 0}, "metric needs a bound"),
+        ({"metric": "a"}, "metric needs a condition; set at_least, at_most or patience"),
+        ({"metric": "a", "at_most": 1, "patience": 2, "better": "higher"}, "better: higher contradicts at_most"),
+        ({"metric": "a", "at_least": 1, "better": "lower"}, "better is not used without patience"),
+        ({"metric": "a", "at_least": 1, "at_most": 0}, "at_least and at_most are two bounds"),
         ({"at_least": 1, "time_limit": 5}, "at_least is not used without metric"),
         ({"time_limit": 0}, "greater than 0"),
     ],

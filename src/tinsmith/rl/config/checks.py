@@ -159,6 +159,16 @@ def _check_ending(config: RunSettings) -> None:
         )
 
 
+def _check_best_checkpoint(config: RunSettings) -> None:
+    if config.checkpoint.keep != "best" or config.stages or config.mode in ("bench", "explore"):
+        return
+    if not config.evaluates or not (config.eval.every or config.eval.after):
+        raise ValueError(
+            f"checkpoint.keep: best needs evaluations, and {config.checkpoint.metric} is never measured; set "
+            "tasks.held_out and rewards, and eval.every"
+        )
+
+
 def _check_resume_from(config: RunSettings) -> None:
     if not config.resume_from:
         return
@@ -205,6 +215,7 @@ CHECKS = (
     _check_updates,
     _check_mode,
     _check_ending,
+    _check_best_checkpoint,
     _check_resume_from,
     _check_evaluation,
 )

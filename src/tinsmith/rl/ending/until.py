@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -24,19 +24,30 @@ class UntilConfig(Settings):
     at_most: Annotated[float | None, Needs("metric")] = None
     """End when the metric is at most this."""
     patience: Annotated[int, Needs("metric")] = Field(default=0, ge=0)
-    """End also when this many values in a row are no better than the best one before them: higher is better with
-    at_least, lower with at_most. 0: do not."""
+    """End also when this many values in a row are no better than the best one before them. 0: do not."""
+    better: Annotated[Literal["higher", "lower"] | None, Needs("patience")] = None
+    """Whether higher or lower values are better for `patience`. Not set: lower with at_most, else higher."""
     time_limit: Duration | None = None
     """End after this time, in seconds or as in 1h30m. The time of a run that was stopped and resumed is added up. The
     step in progress is finished first."""
 
     @model_validator(mode="after")
     def _check_conditions(self) -> UntilConfig:
-        if self.metric and (self.at_least is None) == (self.at_most is None):
-            raise ValueError("metric needs a bound; set either at_least or at_most")
+        if self.metric and self.at_least is not None and self.at_most is not None:
+            raise ValueError("at_least and at_most are two bounds; set one of them")
+        if self.metric and self.at_least is None and self.at_most is None and not self.patience:
+            raise ValueError("metric needs a condition; set at_least, at_most or patience")
+        if self.better is not None and (self.at_least, self.at_most)[self.better == "higher"] is not None:
+            bound = "at_most" if self.better == "higher" else "at_least"
+            raise ValueError(f"better: {self.better} contradicts {bound}; leave out one of them")
         if not self.metric and self.time_limit is None:
-            raise ValueError("there is no condition; set metric with at_least or at_most, or time_limit")
+            raise ValueError("there is no condition; set metric with at_least, at_most or patience, or time_limit")
         return self
+
+    @property
+    def higher_is_better(self) -> bool:
+        """The direction that `patience` counts by."""
+        return self.better == "higher" if self.better else self.at_most is None
 
 
 class EndCondition:
@@ -66,7 +77,7 @@ class EndCondition:
         if math.isnan(value):
             return
         self._value = value
-        sign = 1.0 if config.at_least is not None else -1.0
+        sign = 1.0 if config.higher_is_better else -1.0
         if math.isnan(self._best) or sign * value > sign * self._best:
             self._best, self._worse = value, 0
         else:

@@ -8,6 +8,7 @@ states are written; batches that are not complete are stored as far as they are.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +16,12 @@ from typing import Any
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.ending.until import EndCondition
 from tinsmith.rl.rollouts.queue import BatchQueue, QueuePosition
+from tinsmith.rl.run.best import BestSoFar
 from tinsmith.rl.run.folder import RunFolder
 from tinsmith.rl.run.learner import Learner
-from tinsmith.rl.run.state import RandomStates, State, as_metadata, json_values
+from tinsmith.rl.run.state import BestCheckpoint, RandomStates, State, as_metadata, json_values
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,8 @@ class Checkpointer:
     batches: BatchQueue
     learner: Learner
     ending: EndCondition
+    best: BestSoFar
+    """Which evaluation is the best; the next checkpoint saves its weights."""
     store: Mapping[str, Any]
     """Values that workflows keep from rollout to rollout."""
     _waiting: list[tuple[State, QueuePosition]] = field(default_factory=list, init=False)
@@ -53,12 +59,12 @@ class Checkpointer:
     def due(self, step: int) -> bool:
         """Whether to save a checkpoint after `step`, apart from the last one."""
         every = self.config.checkpoint.every
-        return every > 0 and step % every == 0
+        return self.best.unsaved is not None or (every > 0 and step % every == 0)
 
     async def save(self, point: ResumePoint, *, last: bool = False, evaluation_due: bool = False) -> None:
         """Save the weights, and the state at `point` as soon as its batches are complete."""
         name = "final" if last else f"step-{point.values['step']:06}"
-        ttl = None if last else self.config.checkpoint.ttl_seconds
+        ttl = None if last or self.best.unsaved is not None else self.config.checkpoint.ttl_seconds
         before, critic, policy = self.folder.state, self.learner.critic, self.learner.policy
         state = State(
             **point.values,
@@ -72,8 +78,15 @@ class Checkpointer:
         )
         stored = state.model_copy(update={"batches": await self.batches.state_at(point.position)})
         path = await policy.save(name, ttl, as_metadata(stored, self.config.seed))
-        sampling_path = await policy.save_for_sampling(name) if last else ""
-        self._waiting.append((state.model_copy(update={"path": path, "sampling_path": sampling_path}), point.position))
+        sampling_path = await policy.save_for_sampling(name) if last and self.best.saved is None else ""
+        if (value := self.best.unsaved) is not None:
+            weights = sampling_path or await policy.save_for_sampling(name if last else f"best-{state.step:06}")
+            self.best.save(BestCheckpoint(step=state.step, value=value, path=path, sampling_path=weights))
+        best = self.best.saved
+        if last and best is None and self.config.checkpoint.keep == "best":
+            log.warning("checkpoint.metric: %s was never a number; the last weights are the result", self.best.metric)
+        saved = {"path": path, "best": best, "sampling_path": best.sampling_path if best and last else sampling_path}
+        self._waiting.append((state.model_copy(update=saved), point.position))
         await (self.write_all() if last else self.write_complete())
 
     async def save_at_stop(self, step: int, *, evaluation_due: bool) -> None:
@@ -98,11 +111,13 @@ class Checkpointer:
         before = self.folder.state
         new = (state.path, state.critic_path) if state.critic_path else (state.path,)
         others = (paths for paths in (before.checkpoints if before else ()) if paths[0] != state.path)
-        dropped, checkpoints = self.config.checkpoint.cut((*others, new))
+        dropped, checkpoints = self.config.checkpoint.cut((*others, new), state.best.path if state.best else "")
         batches = await self.batches.state_at(position)
         self.folder.save(state.model_copy(update={"batches": batches, "checkpoints": checkpoints}))
         self.folder.forget(dropped)
         for paths in dropped:
             for deleted in paths:
                 await self.learner.policy.models.delete_checkpoint(deleted)
+        if before and before.best and before.best != state.best:
+            await self.learner.policy.models.delete_checkpoint(before.best.sampling_path)
         await self.batches.state_saved(position)

@@ -39,6 +39,7 @@ from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.sampler import Sampler
 from tinsmith.rl.rollouts.weights import WeightPublisher
+from tinsmith.rl.run.best import BestSoFar
 from tinsmith.rl.run.checkpointer import Checkpointer
 from tinsmith.rl.run.folder import RunFolder, shared_settings
 from tinsmith.rl.run.learner import Learner
@@ -160,6 +161,7 @@ async def _parts(
         (state.random if state else RandomStates.seeded(config.seed)).restore()
         await batches.restore(state.batches if state else SavedQueue())
         ending = EndCondition(config.until, state.ending if state else {})
+        best = BestSoFar(config.checkpoint, state.best if state else None)
         yield Run(
             config=config,
             batches=batches,
@@ -167,7 +169,13 @@ async def _parts(
             evaluator=_evaluator(config, held_out, resources, runner),
             recorder=recorder,
             checkpoints=Checkpointer(
-                config=config, folder=folder, batches=batches, learner=learner, ending=ending, store=resources.store
+                config=config,
+                folder=folder,
+                batches=batches,
+                learner=learner,
+                ending=ending,
+                best=best,
+                store=resources.store,
             ),
             ending=ending,
             stop=stop,

@@ -46,7 +46,7 @@ def starting_state(path: Path, newest: State | None, resume_from: str) -> State 
     if newest is None:
         if named is None:
             return None
-        return named.model_copy(update={"checkpoints": (), "sampling_path": "", "origin": target})
+        return named.model_copy(update={"checkpoints": (), "sampling_path": "", "best": None, "origin": target})
     if target in ("", newest.origin, newest.path):
         return newest
     if target not in own:
@@ -62,7 +62,9 @@ def starting_state(path: Path, newest: State | None, resume_from: str) -> State 
         raise ConfigError(
             f"resume_from: {path}/checkpoints has no state of {target}.", "Set another folder to start a run from it."
         )
-    return earlier.model_copy(update={"checkpoints": newest.checkpoints[: own.index(target) + 1], "origin": target})
+    best = earlier.best if earlier.best == newest.best else None  # a later one has taken its place on the server
+    checkpoints = newest.checkpoints[: own.index(target) + 1]
+    return earlier.model_copy(update={"checkpoints": checkpoints, "best": best, "origin": target})
 
 
 def _state_in_file(resume_from: str) -> State | None:

@@ -75,8 +75,9 @@ class Run:
         step = state.step if state else 0
         await self._evaluate(step, {} if step else await self.evaluator.baseline(await self.policy.snapshot()))
         last = bool(step) and self._is_last(step)
+        if last or self.checkpoints.best.unsaved is not None:
+            await self.checkpoints.save(self.checkpoints.resume_point(step), last=last)
         if last:
-            await self.checkpoints.save(self.checkpoints.resume_point(step), last=True)
             self._compare(step)
         return last
 
@@ -189,9 +190,12 @@ class Run:
         self.recorder.evaluation(step, groups, {**values, **baseline, "time/eval": time.perf_counter() - begin})
         if step:
             self.ending.observe(values)
+            self.checkpoints.best.observe(values)
 
     def _compare(self, step: int) -> None:
-        """Compare the evaluations before the first step and after the last one."""
+        """Compare the evaluations before the first step and after the last one, or after the best one if that is the
+        result."""
+        best = self.checkpoints.best.saved
         if (settings := self.config.eval).compare:
             folder, sources = self.checkpoints.folder.path, self.evaluator.sources
-            comparison.compare_steps(folder, step, settings.threshold, sources, self.config.seed)
+            comparison.compare_steps(folder, best.step if best else step, settings.threshold, sources, self.config.seed)

@@ -63,6 +63,18 @@ class RandomStates(Settings):
         np.random.set_state((name, np.array(keys, np.uint32), position, has_gauss, gauss))
 
 
+class BestCheckpoint(Settings):
+    """The checkpoint with the best evaluation so far (`checkpoint.keep: best`)."""
+
+    step: int
+    value: float
+    """Of checkpoint.metric."""
+    path: str
+    """tinker:// path of weights and optimizer state."""
+    sampling_path: str
+    """tinker:// path of the weights for sampling."""
+
+
 class State(Settings):
     """Everything a run resumes from except the weights, which the server stores at `path`."""
 
@@ -99,9 +111,17 @@ class State(Settings):
     checkpoints: Checkpoints = ()
     """Checkpoints stored on the server, oldest first."""
     sampling_path: str = ""
-    """tinker:// path of the final weights for sampling; set after the last step."""
+    """tinker:// path of the weights for sampling that are the result: the final ones, or the best; set after the last
+    step."""
+    best: BestCheckpoint | None = None
+    """The best checkpoint, with `checkpoint.keep: best`."""
     origin: str = ""
     """tinker:// path of the checkpoint that `resume_from` named last; empty if the run started at its beginning."""
+
+    @property
+    def result_path(self) -> str:
+        """tinker:// path of the state that is the result of the run: that of the best checkpoint, or the last."""
+        return self.best.path if self.best else self.path
 
 
 _STATE = TypeAdapter(State)
@@ -153,7 +173,7 @@ def as_metadata(state: State, seed: int) -> dict[str, str]:
 
     Generators that were not used since the run was seeded are stored as null.
     """
-    values = state.model_dump(mode="json", exclude={"path", "checkpoints", "sampling_path", "origin"})
+    values = state.model_dump(mode="json", exclude={"path", "checkpoints", "sampling_path", "origin", "best"})
     if state.random == RandomStates.seeded(seed):
         values["random"] = None
     for key in sorted(_LONG, key=lambda key: -len(_compact(values[key]))):

@@ -1,7 +1,7 @@
 """The outcome of a sweep: settings, best first, each with its mean over seeds; as a table, as JSON, as a page.
 
-A run counts by the last value of the metric. A setting that was ended early is below those that went further, whatever
-its value: the later ones had more steps to get there.
+A run counts by the last value of the metric, or with `checkpoint.keep: best` by the best one. A setting that was
+ended early is below those that went further, whatever its value: the later ones had more steps to get there.
 """
 
 from __future__ import annotations
@@ -146,13 +146,17 @@ def _setting(name: str, members: Sequence[Member], statuses: Mapping[str, Status
 
 
 def _run(member: Member, status: Status, metric: str) -> RunResult:
-    curve = member.curve(metric)
+    curve, settings = member.curve(metric), member.config.checkpoint
+    counted = [value for _, value in curve[-1:]]
+    if settings.keep == "best" and settings.metric == metric:  # the result is the best checkpoint
+        values = {str(step): value for step, value in curve if step}
+        counted = [values[name] for name in ranked(values, lower=settings.better == "lower")[:1]] or counted
     return RunResult(
         name=member.name,
         values=dict(member.combination.values),
         status=status,
         step=member.step,
-        value=curve[-1][1] if curve else math.nan,
+        value=counted[0] if counted else math.nan,
         folder=str(member.path),
         curve=tuple(curve),
     )
