@@ -253,14 +253,19 @@ def build(kind: type[S], values: Mapping[str, Any], place: str, overrides: Seque
         return kind.model_validate(values)
     except ValidationError as error:
         overridden = [override_key(override) for override in overrides]
-        faults = (_sentence(kind, fault, values) for fault in _joined_branches(error.errors()))
+        faults = keyed_sentences(kind, error, values)
         lines = [f"{COMMAND_LINE if _within(key, overridden) else place}: {sentence}" for key, sentence in faults]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from error
 
 
 def sentences(kind: type[BaseModel], error: ValidationError, values: Mapping[str, Any]) -> list[str]:
     """A sentence about each fault of `values`, with its key."""
-    return [_sentence(kind, fault, values)[1] for fault in _joined_branches(error.errors())]
+    return [sentence for _, sentence in keyed_sentences(kind, error, values)]
+
+
+def keyed_sentences(kind: type[BaseModel], error: ValidationError, values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The key of each fault of `values`, empty for one of several keys, and a sentence about it."""
+    return [_sentence(kind, fault, values) for fault in _joined_branches(error.errors())]
 
 
 def explicit_values(value: Any) -> Any:

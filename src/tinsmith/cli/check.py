@@ -52,16 +52,12 @@ def check(
     sys.stdout.write(f"{file}{dialect} is valid: {_summary(run_file.settings)}\n")
 
 
-def _stages(run: RunConfig) -> list[RunConfig]:
-    return [run.stage_config(number) for number in range(1, len(run.stages) + 1)] or [run]
-
-
 def _check_packages(run: RunConfig) -> None:
     """Note that a run without a server needs PyTorch. Raises ConfigError for a loss that needs it, if it is missing."""
     from tinsmith.rl.algorithms.algorithm import check_packages
     from tinsmith.runner import starts_service
 
-    for stage in _stages(run):
+    for stage in run.runs:
         if stage.mode not in ("explore", "bench"):
             check_packages(stage.algorithm, stage.updates)
     if starts_service(run) and run.service.engine == "torch" and not has_torch():
@@ -76,7 +72,7 @@ def _check_images(run: RunConfig) -> None:
     from tinsmith.rl.run.parts import image_field
     from tinsmith.runner import takes_images
 
-    for stage in _stages(run):
+    for stage in run.runs:
         if (field := image_field(stage)) and takes_images(stage) is False:
             raise ConfigError(
                 f"The tasks have images in their field {field!r}, and the model {stage.model.name} takes none.",
@@ -90,8 +86,7 @@ def _check_monitors(run: RunConfig) -> None:
     from tinsmith.rl.record import monitors
     from tinsmith.rl.run.parts import folder_path
 
-    stages = _stages(run)
-    configs = dict.fromkeys(config for stage in stages if stage.mode != "bench" for config in stage.monitors)
+    configs = dict.fromkeys(config for stage in run.runs if stage.mode != "bench" for config in stage.monitors)
     monitors.announce(tuple(configs), folder_path(run), new_console(stderr=True))
 
 
@@ -100,7 +95,7 @@ def _data_lines(run: RunConfig) -> Iterator[str]:
     from tinsmith.rl.run.parts import RunData, resolve_steps
 
     read: list[tuple[tuple[Any, ...], RunData]] = []
-    for stage in _stages(run):
+    for stage in run.runs:
         key = (stage.tasks, stage.environments, stage.demonstrations, stage.algorithm.type, stage.mode, stage.seed)
         data = next((earlier for settings, earlier in read if settings == key), None)
         try:
@@ -176,8 +171,8 @@ def _summary(run: RunConfig) -> str:
     """A run in one line."""
     if run.stages:
         stages = [
-            f"{stage.name} ({''.join(_task_and_length(run.stage_config(number)))})"
-            for number, stage in enumerate(run.stages, 1)
+            f"{stage.name} ({''.join(_task_and_length(settings))})"
+            for stage, settings in zip(run.stages, run.runs, strict=True)
         ]
         return f"{counted(len(stages), 'stage')} on {run.model.name}: {', '.join(stages)}"
     mode = f"mode {run.mode}, " if run.mode in ("explore", "train") else ""

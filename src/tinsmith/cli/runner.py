@@ -110,8 +110,7 @@ def _place_to_resume(settings: RunConfig) -> str:
     from tinsmith.rl.run.parts import folder_path
     from tinsmith.rl.run.state import read_state
 
-    stages = [settings.stage_config(number) for number in range(1, len(settings.stages) + 1)] or [settings]
-    saved = [(stage, state) for stage in stages if (state := read_state(folder_path(stage))) is not None]
+    saved = [(stage, state) for stage in settings.runs if (state := read_state(folder_path(stage))) is not None]
     if not saved:
         return "starts again: no checkpoint was saved yet"
     stage, state = saved[-1]

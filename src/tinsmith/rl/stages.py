@@ -55,7 +55,7 @@ async def run_stages(
 async def _run_each(
     config: RunConfig, path: Path, connecting: Callable[[RunConfig], Connect], console: Console, stop: StopSignal
 ) -> tuple[RunConfig, State]:
-    for stage_config in map(config.stage_config, range(1, len(config.stages) + 1)):
+    for stage_config in config.runs:
         if stage_config.mode != "bench":
             monitors.preflight(stage_config.monitors, path)  # those of later stages too, before the first one trains
     names = [stage.name for stage in config.stages]

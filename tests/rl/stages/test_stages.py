@@ -13,7 +13,7 @@ from tests.rl.scripted_run import REPLIES, Killed, rows, settings
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.stages import run_stages
-from tinsmith.settings import explicit_values
+from tinsmith.settings import build, explicit_values, read
 from tinsmith.testing import ScriptedPolicy
 
 SFT = {
@@ -185,7 +185,7 @@ def test_resuming_with_other_stages_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("stages", "sentence"),
     [
-        ([{"name": "a", "stepz": 3}], "stage a: there is no key 'stepz'. Did you mean 'steps'"),
+        ([{"name": "a", "stepz": 3}], r"stages\.0\.stepz\n.* there is no key 'stepz'. Did you mean 'steps'"),
         ([{"name": "a", "steps": 2}, {"name": "b"}], "stage b: steps is missing; set steps or epochs"),
         ([{"name": "a", "steps": 2, "model": {"name": "m"}}], "stage a: model cannot differ between stages"),
         ([{"name": "a", "steps": 2, "mode": "explore"}], "stage a: mode explore needs a second process that trains"),
@@ -197,6 +197,36 @@ def test_resuming_with_other_stages_is_an_error(tmp_path):
 def test_errors_of_a_stage_name_the_stage(tmp_path, stages, sentence):
     with pytest.raises((ConfigError, ValueError), match=sentence):
         settings(tmp_path, stages=stages, steps=0)
+
+
+def test_each_fault_of_stages_is_shown_once_with_its_place(tmp_path):
+    file = tmp_path / "run.yaml"
+    values = {
+        **explicit_values(settings(tmp_path)),
+        "group_size": 1,
+        "stages": [
+            {"name": "a", "optimizer": {"learning_rate": "fast"}, "rewards": [{"type": "clos"}]},
+            {"name": "b", "eval": {"evry": 1}},
+            {"name": "c", "staleness": 9},
+            {"name": "d"},
+        ],
+    }
+    file.write_text(json.dumps(values))
+    with pytest.raises(ConfigError) as refusal:
+        read(RunConfig, file, ["stages.0.optimizer.learning_rate=x"])
+    lines = str(refusal.value).splitlines()
+    for start in (
+        "the command line: 'stages.0.optimizer.learning_rate': takes a number (got 'x').",
+        f"{file}: 'stages.0.rewards.0': has no type 'clos'. Did you mean 'closeness'?",
+        f"{file}: 'stages.1.eval.evry': there is no key 'eval.evry'. Did you mean 'eval.every'?",
+        f"{file}: stage c: staleness 9 is above 8",
+        f"{file}: stage d: group_size 1 leaves no rollouts to compare",
+    ):
+        assert [line for line in lines if line.startswith(start)]
+    assert len(lines) == 5
+    values = {**values, "stages": [{"name": "e"}, {"name": "f"}]}
+    with pytest.raises(ConfigError, match=r"^run: stages e and f: group_size 1 leaves no rollouts[^\n]*$"):
+        build(RunConfig, values, "run")
 
 
 def test_duplicate_stage_names_are_an_error(tmp_path):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from tests.rl.scripted_run import rows, run, settings
 from tinsmith.rl.config import RunConfig
@@ -17,12 +21,12 @@ from tinsmith.rl.policy.training_rows import rows_from_trajectory
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rewards.format import Format
 from tinsmith.rl.types import Message, Rollout, Task, Turn
-from tinsmith.rl.workflows.base import WorkflowContext, WorkflowOptions
-from tinsmith.rl.workflows.conversation import Conversation
+from tinsmith.rl.workflows.base import WorkflowContext, WorkflowOptions, WorkflowPolicy
+from tinsmith.rl.workflows.conversation import Conversation, Terminated
 from tinsmith.rl.workflows.custom import CustomConfig
 from tinsmith.rl.workflows.multi_turn import Answer, Environment, MultiTurnConfig
 from tinsmith.rl.workflows.single_turn import THINK, MathConfig, SingleTurnConfig
-from tinsmith.testing import END, ScriptedSnapshot
+from tinsmith.testing import END, ScriptedSnapshot, run_virtually
 
 PROMPT = Message(role="user", content="yes or no?")
 TASK = Task(id="t/0", messages=(PROMPT,), answer="yes")
@@ -203,13 +207,84 @@ def test_workflow_may_return_parts_and_must_sample():
     assert none.error == "the workflow sampled no reply"
 
 
+async def talkative(task: Task, conversation: Conversation, ending: str = "") -> float | str:
+    while True:
+        reply = await conversation.say(*task.messages)
+        match ending:
+            case "turns":
+                raise Terminated("max_turns")
+            case "hang":
+                await asyncio.sleep(60)
+            case "raise":
+                raise RuntimeError("lost")
+            case "exit":
+                sys.exit(3)
+            case "text":
+                return reply.text
+
+
+@pytest.mark.parametrize(
+    ("ending", "termination", "error"),
+    [
+        ("turns", "max_turns", ""),
+        ("hang", "timeout", ""),
+        ("prompt", "max_prompt", ""),
+        ("raise", "error", r"RuntimeError: lost \(workflows/test_workflows\.py:\d+\)"),
+        ("exit", "error", r"SystemExit: 3 \(workflows/test_workflows\.py:\d+\)"),
+        ("text", "error", "the workflow's own reward is a str, and must be a number"),
+    ],
+)
+def test_functions_end_as_other_workflows_do(ending, termination, error):
+    config = CustomConfig(path=talkative, args={"ending": ending}, timeout=0.2)
+    parts = WorkflowContext(sampling=SamplingConfig(max_prompt_tokens=40), rewards=YES, agent_endpoint=AgentEndpoint())
+    (rollout,) = run_virtually(config.make(parts).run(TASK, policy("yes"), count=1, seed=5))
+    assert (rollout.termination, bool(re.fullmatch(error, rollout.error))) == (termination, True)
+    assert {turn.text for turn in rollout.turns} == {"yes"}
+    assert rollout.reward_parts == ({} if error else {"format": 1.0})
+
+
+def test_early_end_before_the_first_reply_says_why():
+    async def waits(task: Task, conversation: Conversation) -> None:
+        await asyncio.sleep(60)
+
+    parts = WorkflowContext(sampling=SamplingConfig(max_prompt_tokens=3), rewards=YES, agent_endpoint=AgentEndpoint())
+    run = CustomConfig(path=waits, timeout=0.5).make(parts).run(TASK, policy("yes"), count=1, seed=5)
+    assert run_virtually(run)[0].error == "timed out after 0.5 seconds, before the first reply"
+    (long,) = run_virtually(CustomConfig(path=talkative).make(parts).run(TASK, policy("yes"), count=1, seed=5))
+    assert long.error.startswith("The prompt has 10 tokens, sampling.max_prompt_tokens is 3.")
+
+
+async def credited(task: Task, conversation: Conversation) -> None:
+    for reward in (0.25, 0.5):
+        await conversation.say(*task.messages)
+        conversation.credit(reward)
+
+
+def test_reward_without_return_value_is_that_of_the_turns():
+    (rollout,) = play(CustomConfig(path=credited), policy("yes"), count=1)
+    assert (rollout.reward, rollout.reward_parts) == (1.75, {"workflow": 0.75, "format": 1.0})
+
+
+def test_custom_takes_environments_and_agents():
+    (game,) = play(CustomConfig(path=Count, args={"turns": 2}, timeout=9), policy("yes"), count=1)
+    assert (game.reward_parts, game.turns[1].state) == ({"workflow": 2.0, "format": 1.0}, "1")
+    assert not CustomConfig(path=f"{HERE}:quiet_agent").provides_states
+    with pytest.raises(ValueError, match="has no argument 'round'"):
+        CustomConfig(path=quiet_agent, args={"round": 2})
+
+
+async def quiet_agent(task: Task, client: Any, model: str, rounds: int = 1) -> None:
+    """Sends no request."""
+
+
 class Held(WorkflowOptions):
     """A workflow of the user's own in full."""
 
     said: str
 
-    def make(self, parts: WorkflowContext):
-        return SingleTurnConfig(system=self.said).make(parts)
+    @override
+    async def rollout(self, task: Task, policy: WorkflowPolicy, seed: int) -> None:
+        await policy.conversation().say(Message(role="system", content=self.said), *task.messages)
 
 
 def test_options_class_is_a_workflow_with_checked_options():

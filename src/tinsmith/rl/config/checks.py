@@ -15,7 +15,7 @@ _HIGH_STALENESS = 8
 
 
 def _check_data(config: RunSettings) -> None:
-    if config.stages or config.mode == "bench":
+    if config.mode == "bench":
         return
     kind, learns_from = config.algorithm.type, config.algorithm.learns_from
     if config.samples and not config.trained:
@@ -36,8 +36,6 @@ def _check_data(config: RunSettings) -> None:
 
 
 def _check_steps(config: RunSettings) -> None:
-    if config.stages:
-        return
     if not config.steps and config.epochs is None and config.mode != "bench":
         raise ValueError("steps is missing; set steps or epochs")
     if config.mode == "train" and config.uses_rollouts and not config.trained and not config.steps:
@@ -47,13 +45,13 @@ def _check_steps(config: RunSettings) -> None:
 
 
 def _check_staleness(config: RunSettings) -> None:
-    if config.staleness > _HIGH_STALENESS and not config.allow_high_staleness and not config.stages:
+    if config.staleness > _HIGH_STALENESS and not config.allow_high_staleness:
         raise ValueError(
             f"staleness {config.staleness} is above {_HIGH_STALENESS}: such rollouts are too far off-policy to learn "
             "well from; set it lower (1 or 2 overlap sampling and training), or set allow_high_staleness: true"
         )
     own = config.backoff not in (None, "auto")
-    if own and not config.stages and (config.mode != "both" or config.sync.style != "fixed"):
+    if own and (config.mode != "both" or config.sync.style != "fixed"):
         raise ValueError("backoff needs mode both and sync.style fixed, which admit batches by step; leave it out")
 
 
@@ -65,22 +63,20 @@ def _check_refills(config: RunSettings) -> None:
 
 
 def _check_router_replay(config: RunSettings) -> None:
-    if config.model.router_replay == "none" or config.stages:
+    if config.model.router_replay == "none":
         return
     if config.mode == "bench" or not config.uses_rollouts:
         raise ValueError("model.router_replay is not used without training on samples of the policy; leave it out")
 
 
 def _check_reference(config: RunSettings) -> None:
-    if config.stages or config.mode == "bench":
+    if config.mode == "bench":
         return
     if config.algorithm.reference == "start" and not config.model.load_from:
         raise ValueError("algorithm.reference: start needs model.load_from; a new adapter equals the base model")
 
 
 def _check_groups(config: RunSettings) -> None:
-    if config.stages:
-        return
     advantage = config.algorithm.advantage
     if (
         config.group_size == 1
@@ -91,7 +87,7 @@ def _check_groups(config: RunSettings) -> None:
 
 
 def _check_updates(config: RunSettings) -> None:
-    if config.stages or config.mode in ("bench", "explore"):
+    if config.mode in ("bench", "explore"):
         return
     updates, groups = config.updates, config.groups_per_step
     for key in ("minibatches", "stream"):
@@ -120,15 +116,13 @@ def _check_updates(config: RunSettings) -> None:
 
 
 def _check_mode(config: RunSettings) -> None:
-    if config.stages and config.mode in ("explore", "bench"):
-        raise ValueError(f"mode {config.mode} has no stages; run the settings of one stage with its folder")
     if config.mode == "explore" and not config.uses_rollouts:
         raise ValueError(
             f"mode explore samples rollouts, which {config.algorithm.type} does not use; set mode to train"
         )
     if config.mode == "bench" and not config.evaluates:
         raise ValueError("mode bench needs held-out tasks and rewards; set tasks.eval and rewards")
-    if config.shares_a_run and not config.stages and config.buffer.type == "memory":
+    if config.shares_a_run and config.buffer.type == "memory":
         raise ValueError(
             f"mode {config.mode} is one of two processes that share a buffer; set buffer.type to file or sql"
         )
@@ -147,7 +141,7 @@ def _check_ending(config: RunSettings) -> None:
     if config.time_limit is not None and config.mode in ("explore", "bench"):
         why = "it ends with the training process" if config.mode == "explore" else "it takes no steps"
         raise ValueError(f"time_limit is not used with mode {config.mode}: {why}; leave it out")
-    if config.until is None or config.stages:
+    if config.until is None:
         return
     if config.mode == "bench":
         raise ValueError("until is not used with mode bench, which takes no steps; leave it out")
@@ -172,8 +166,6 @@ def _check_best_checkpoint(config: RunSettings) -> None:
 def _check_resume_from(config: RunSettings) -> None:
     if not config.resume_from:
         return
-    if config.stages:
-        raise ValueError("resume_from needs a run without stages; run the settings of one stage with its folder")
     if config.mode == "bench" or config.shares_a_run:
         raise ValueError(f"resume_from is not used with mode {config.mode}; set mode to both")
     if config.uses_rollouts and config.buffer.type != "memory":
@@ -184,8 +176,6 @@ def _check_resume_from(config: RunSettings) -> None:
 
 
 def _check_evaluation(config: RunSettings) -> None:
-    if config.stages:
-        return
     has_settings = bool(config.eval.model_fields_set)
     if has_settings and config.evaluated and not config.evaluates:
         raise ValueError("eval needs rewards; set rewards or eval.rewards")

@@ -18,8 +18,6 @@ _PER_ENVIRONMENT = ("workflow", "rewards")
 
 def check_sections(config: RunSettings) -> None:
     """Raise ValueError unless environments use the sections that they share, and this mode has what they need."""
-    if config.stages:
-        return
     environments = config.all_environments
     used = {key for each in environments for key in each.sections}
     if unknown := sorted(used - config.sections.keys()):
@@ -39,8 +37,6 @@ def check_sections(config: RunSettings) -> None:
 
 def check_environments(config: RunSettings) -> None:
     """Raise ValueError unless the environments fit each other and the other sections of the run."""
-    if config.stages:
-        return
     if config.environments:
         _check_list(config)
     _check_training(config)

@@ -12,61 +12,26 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import create_model, model_validator
+from pydantic import ValidationError, create_model, model_validator
+from pydantic_core import InitErrorDetails
 from typing_extensions import override
 
-from tinsmith.errors import ConfigError
 from tinsmith.rl import plugins
-from tinsmith.rl.algorithms.config import DATA_ONLY
 from tinsmith.rl.config import other_names
 from tinsmith.rl.config.checks import CHECKS
-from tinsmith.rl.config.fields import ROLLOUTS, RunSettings, Stage
+from tinsmith.rl.config.fields import RunSettings
+from tinsmith.rl.config.stage_values import check_stages, stage_values, staleness_named
 from tinsmith.rl.environments.registry import SECTIONS
-from tinsmith.rl.record.layout import Layout
-from tinsmith.settings import build, explicit_values, paths
-
-_TASKS = ("tasks", "workflow", "rewards")
-"""Keys that environments replace."""
-_OF_THE_RUN = ("model", "service", "stages", "folder", "resume", "resume_from", "time_limit", "grace_period")
-"""Keys that a stage cannot set."""
+from tinsmith.settings import keyed_sentences, paths
 
 OFF_POLICY = {"loss": {"type": "ppo", "clip_low": 0.2, "clip_high": 0.28}}
 """The algorithm of a run with staleness whose file sets none: the ratio to the sampling policy must be bounded."""
 
 
-def _check_kept_optimizers(stages: Sequence[Stage], modes: Sequence[str]) -> None:
-    """Raises ValueError for a stage with keep_optimizer that no training stage precedes."""
-    trains = [mode != "bench" for mode in modes]
-    for at, stage in enumerate(stages):
-        if stage.keep_optimizer and not (trains[at] and any(trains[:at])):
-            why = "no stage trains before it" if trains[at] else "mode bench trains nothing"
-            raise ValueError(f"stage {stage.name}: {why}, so there is no optimizer to keep; leave out keep_optimizer")
-
-
-def _inherited(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The run's keys that a stage with the keys `own` inherits: without keys of rollouts if the stage samples none, and
-    without tasks if it has environments or the reverse."""
-    algorithm = own.get("algorithm", values.get("algorithm"))
-    kind = algorithm.get("type") if isinstance(algorithm, Mapping) else None
-    replaced = _TASKS if "environments" in own else ("environments",) if own.keys() & set(_TASKS) else ()
-    values = {name: part for name, part in values.items() if name not in replaced}
-    if kind not in DATA_ONLY:
-        return values
-    fields = RunSettings.model_fields
-    return {name: part for name, part in values.items() if ROLLOUTS not in fields[name].metadata}
-
-
-def _own_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with the other name of `staleness` replaced."""
-    own = dict(values)
-    if "max_steps_off_policy" in own:
-        if "staleness" in own:
-            raise ValueError("staleness and max_steps_off_policy are two names of one key; leave out one of them")
-        own["staleness"] = own.pop("max_steps_off_policy")
-    return own
+_STAGE_BEFORE = "tinker://the/stage/before"
+"""Stands for the weights that a stage starts from, which are known when the stage before it has ended."""
 
 
 if TYPE_CHECKING:
@@ -90,7 +55,7 @@ class RunConfig(SettingsWithSections):
     def _apply_plugins(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        current = plugins.apply_plugins(_own_names(values))
+        current = plugins.apply_plugins(staleness_named(values))
         if current.get("staleness") and "algorithm" not in current:
             current["algorithm"] = OFF_POLICY
         return current
@@ -100,51 +65,57 @@ class RunConfig(SettingsWithSections):
     def more_types(cls, values: Mapping[str, Any], key: str) -> Sequence[str]:
         return plugins.type_names(values, key)
 
-    @model_validator(mode="after")
-    def _check_stages(self) -> RunConfig:
-        names = [stage.name for stage in self.stages]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"two stages are called {twice[0]}; give each a name of its own")
-        modes = [self.stage_config(number).mode for number in range(1, len(self.stages) + 1)]
-        if modes and set(modes) == {"bench"}:
-            raise ValueError("no stage trains; take mode bench for the whole run, without stages")
-        _check_kept_optimizers(self.stages, modes)
-        return self
+    @property
+    def runs(self) -> tuple[RunConfig, ...]:
+        """The runs to make: those of the stages, or this one."""
+        return tuple(self.stage_config(number) for number in range(1, len(self.stages) + 1)) or (self,)
 
-    def stage_config(self, number: int, state: str = "tinker://the/stage/before") -> RunConfig:
+    def stage_config(self, number: int, state: str = _STAGE_BEFORE) -> RunConfig:
         """Settings of stage `number`, counted from 1, as a run that starts from the weights at `state`.
 
-        The first stage and stages of mode bench ignore `state`. Raises ConfigError that names the stage.
+        The first stage and stages of mode bench ignore `state`.
         """
-        stage, own = self.stages[number - 1], _own_names(self.stages[number - 1].model_extra or {})
-        if fixed := sorted(own.keys() & set(_OF_THE_RUN)):
-            raise ConfigError(
-                f"stage {stage.name}: {fixed[0]} cannot differ between stages.",
-                f"Set {fixed[0]} outside of stages"
-                f"{'; until.time_limit ends a stage' if fixed[0] == 'time_limit' else ''}.",
-            )
-        if own.get("mode") == "explore":
-            raise ConfigError(
-                f"stage {stage.name}: mode explore needs a second process that trains, which a stage cannot be.",
-                "Leave out mode to sample and train, or run the stage's settings as a run of its own.",
-            )
-        values = {
-            name: part
-            for name, part in explicit_values(self).items()
-            if name not in ("stages", "name", "time_limit", "until" if own.get("mode") == "bench" else "")
-        }
-        if own.keys() & {"steps", "epochs"}:
-            values = {name: part for name, part in values.items() if name not in ("steps", "epochs")}
-        if number > 1 and state and own.get("mode") != "bench":
-            shape = ("rank", "seed", "train_attn", "train_mlp", "train_unembed")
-            model = {name: part for name, part in values["model"].items() if name not in shape}
-            values["model"] = {**model, "load_from": state}
-        values["folder"] = str(Layout(Path(self.folder or f"runs/{self.name}")).stage(number, stage.name))
-        values["name"] = f"{self.name} {stage.name}".strip()
-        return build(RunConfig, {**_inherited(values, own), **own}, f"stage {stage.name}")
+        return RunConfig.model_validate(stage_values(self, number, state))
 
     @model_validator(mode="after")
-    def _check_sections(self) -> RunConfig:
-        for check in CHECKS:
-            check(self)
+    def _check(self) -> RunConfig:
+        """Check the run, or each stage as the run that it is."""
+        if not self.stages:
+            for check in CHECKS:
+                check(self)
+            return self
+        check_stages(self)
+        stages_of: dict[tuple[str, str], list[str]] = {}
+        for number, stage in enumerate(self.stages, 1):
+            for key, text in self._stage_faults(number):
+                stages_of.setdefault((key, text), []).append(stage.name)
+        if stages_of:
+            faults = [_fault(key, text, stages) for (key, text), stages in stages_of.items()]
+            raise ValidationError.from_exception_data("RunConfig", faults)
         return self
+
+    def _stage_faults(self, number: int) -> list[tuple[str, str]]:
+        """The faults of a stage: its own key, or none, and what is wrong."""
+        own, values = self.stages[number - 1].model_extra or {}, {}
+        try:
+            values = stage_values(self, number, _STAGE_BEFORE)
+            RunConfig.model_validate(values)
+        except ValidationError as error:
+            faults = keyed_sentences(RunConfig, error, values)
+        except ValueError as error:
+            return [("", str(error))]
+        else:
+            return []
+        return [
+            (f"stages.{number - 1}.{key}", sentence.removeprefix(f"'{key}'").lstrip(": "))
+            if key.partition(".")[0] in own
+            else ("", sentence)
+            for key, sentence in faults
+        ]
+
+
+def _fault(key: str, text: str, stages: Sequence[str]) -> InitErrorDetails:
+    """A fault at a key of a stage, or else of these stages."""
+    message = text if key else f"{'stage' if len(stages) == 1 else 'stages'} {' and '.join(stages)}: {text}"
+    place = tuple(key.split(".")) if key else ()
+    return InitErrorDetails(type="value_error", loc=place, input=None, ctx={"error": ValueError(message)})

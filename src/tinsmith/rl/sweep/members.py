@@ -36,8 +36,8 @@ class Member:
     @property
     def path(self) -> Path:
         """The folder with its metrics; of a run in stages, that of the last stage which trains."""
-        stages = [self.config.stage_config(number) for number in range(1, len(self.config.stages) + 1)]
-        return folder_path(([stage for stage in stages if stage.mode != "bench"] or [self.config])[-1])
+        runs = self.config.runs
+        return folder_path(([run for run in runs if run.mode != "bench"] or runs)[-1])
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
         """The values of a metric by step."""
