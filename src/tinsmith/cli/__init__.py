@@ -45,6 +45,7 @@ app = App(
 )
 
 app.command("tinsmith.cli.serve:serve", name="serve", help="Serve the Tinker API on this machine until interrupted.")
+app.command("tinsmith.cli.dashboard:dashboard", name="dashboard", help="Show runs and a service as web pages.")
 app.command(
     "tinsmith.cli.service.keys:app", name="keys", help="API keys of tenants: create, list, revoke, and set quotas."
 )

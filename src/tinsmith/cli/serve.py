@@ -7,8 +7,9 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 from cyclopts import Parameter
 
@@ -18,6 +19,11 @@ from tinsmith.extras import require_torch
 from tinsmith.overrides import COMMAND_LINE
 from tinsmith.service.config import ServeConfig
 from tinsmith.settings import Settings, build, read_values
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from tinsmith.service.service import Service
 
 Overrides = Annotated[
     str,
@@ -70,6 +76,10 @@ def serve(
     card: Annotated[
         str | None, Parameter(help="With --plan: memory of the GPU, such as 80GB. Default: this machine's GPU.")
     ] = None,
+    dashboard: Annotated[bool, Parameter(help="Show the service and runs as web pages at /dashboard.")] = True,
+    runs: Annotated[
+        Path | None, Parameter(help="Folder of runs that the dashboard shows.", show_default=lambda _: "runs")
+    ] = None,
     **options: Any,
 ) -> None:
     """Serve the Tinker API on this machine until interrupted."""
@@ -81,10 +91,34 @@ def serve(
     settings = read_service_settings(config, (*overrides, *nested), top)
     if card is not None and not plan:
         raise ConfigError("--card is not used without --plan.", "Add --plan, or leave it out.")
+    if runs is not None and not dashboard:
+        raise ConfigError("--runs is not used with --no-dashboard.", "Leave one of them out.")
     if plan:
         _print_plan(settings, card)
         return
-    serve_until_signal(settings, on_ready=_print_key if settings.makes_key else None)
+    pages = partial(mounted_dashboard, runs or Path("runs")) if dashboard else None
+    serve_until_signal(settings, on_ready=_print_key if settings.makes_key else None, dashboard=pages)
+
+
+def mounted_dashboard(runs: Path, service: Service, api: ASGIApp) -> ASGIApp:
+    """The pages about a service. They need an admin key, but for a service of this machine that has no tenants."""
+    from httpx import ASGITransport
+
+    from tinsmith.dashboard.access import Access, Logins, is_loopback
+    from tinsmith.dashboard.app import Sources, create_app
+    from tinsmith.dashboard.service_state import ServiceClient
+
+    address = f"http://{service.config.host}:{service.config.port}"
+    client = ServiceClient(address, service.key or "", ASGITransport(api))
+    is_local = is_loopback(service.config.host)
+    access = Access(
+        accepts=client.accepts,
+        logins=Logins(),
+        is_open=lambda: is_local and not service.tenants.has_keys,
+        missing="",
+        explanation="An admin key of the service: its own, or one made with tinsmith keys create NAME --admin.",
+    )
+    return create_app(Sources(folders=[runs], service=client), access)
 
 
 def read_service_settings(config: Path | None, overrides: tuple[str, ...], options: dict[str, Any]) -> ServeConfig:

@@ -21,7 +21,7 @@ from prometheus_client.core import Metric
 from tinsmith.chat.tokenizer import TokenizerCache
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.extras import require_torch
-from tinsmith.service.app import create_app
+from tinsmith.service.app import DASHBOARD_PATH, Dashboard, create_app
 from tinsmith.service.base_models import BaseModels
 from tinsmith.service.budgets.activity import SessionActivity
 from tinsmith.service.budgets.disk import DiskMonitor
@@ -84,11 +84,15 @@ OnLoaded = Callable[[TinsmithError | None], None]
 
 
 def serve(
-    config: ServeConfig, *, start: EngineFactory | None = None, on_ready: Callable[[str, str], None] | None = None
+    config: ServeConfig,
+    *,
+    start: EngineFactory | None = None,
+    on_ready: Callable[[str, str], None] | None = None,
+    dashboard: Dashboard | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Calls `on_ready(url, key)` once the engines are loaded.
 
-    `start` starts an engine; by default it follows from the settings.
+    `start` starts an engine; by default it follows from the settings. `dashboard` makes the pages at /dashboard.
     Raises ConfigError if the port or the data folder is in use, and the error of an engine that does not start.
     """
     if config.engine == "torch" and start is None:
@@ -98,15 +102,20 @@ def serve(
     os.umask(PRIVATE_UMASK)
     has_vllm = config.sampler == "vllm"
     factory = engine_factory(config.cluster, config.data, config.store, config.store_cache, has_vllm=has_vllm)
-    asyncio.run(_serve(config, start or factory, on_ready))
+    asyncio.run(_serve(config, start or factory, on_ready, dashboard))
 
 
-async def _serve(config: ServeConfig, start: EngineFactory, on_ready: Callable[[str, str], None] | None) -> None:
+async def _serve(
+    config: ServeConfig,
+    start: EngineFactory,
+    on_ready: Callable[[str, str], None] | None,
+    dashboard: Dashboard | None,
+) -> None:
     listener = listen(config)
     url = f"http://{config.host}:{listener.getsockname()[1]}"
     loaded: asyncio.Future[TinsmithError | None] = asyncio.get_running_loop().create_future()
     async with run_service(config, start, loaded.set_result) as service:
-        server, systemd = HttpServer(create_app(service), service.connections), Notifier()
+        server, systemd = HttpServer(create_app(service, dashboard), service.connections), Notifier()
         shutdown = Shutdown(service, server, systemd)
 
         def announce(outcome: asyncio.Future[TinsmithError | None]) -> None:
@@ -115,6 +124,8 @@ async def _serve(config: ServeConfig, start: EngineFactory, on_ready: Callable[[
                 return
             limit_collections()
             log.info("Ready: TINKER_BASE_URL=%s serves %s", url, ", ".join(service.workers))
+            if dashboard is not None:
+                log.info("Dashboard: %s%s", url, DASHBOARD_PATH)
             systemd.send(READY)
             if on_ready is not None:
                 on_ready(url, service.key or "")

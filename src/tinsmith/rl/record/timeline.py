@@ -68,11 +68,12 @@ class Timeline:
 def read(folder: Path) -> list[Span]:
     """The spans of a run folder, in the order in which they were written."""
     file = Layout(folder).timeline
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     spans = []
-    for line in lines:
-        with suppress(ValueError):  # a line that is being written
-            spans.append(Span(**json.loads(line)))
+    for line in file.read_bytes().split(b"\n") if file.exists() else ():
+        with suppress(ValueError, TypeError, LookupError):  # a line that is being written, or is no span
+            row = json.loads(line)
+            if row["part"] in _COLORS:
+                spans.append(Span(int(row["step"]), row["part"], float(row["begin"]), float(row["end"])))
     return spans
 
 

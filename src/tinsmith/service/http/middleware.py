@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.chat.errors import ENDINGS, as_tinsmith_error
 from tinsmith.service.drain import Drain
+from tinsmith.service.http.mounted import MOUNTED_AT
 from tinsmith.service.observability.logs import HttpLogContext
 from tinsmith.service.observability.metrics import Telemetry
 from tinsmith.service.wire.errors import error_json, error_response
@@ -76,6 +77,8 @@ class RequestMiddleware:
 def route_of(scope: Scope) -> str:
     """The route's pattern, as its module declares it. The path is never logged: it may hold ids, and signatures that
     open files."""
+    if MOUNTED_AT in scope:
+        return scope[MOUNTED_AT]
     mounted: Any = scope.get("endpoint")
     return mounted.endpoint.path if mounted is not None else "(none)"
 

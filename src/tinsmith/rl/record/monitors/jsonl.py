@@ -124,16 +124,18 @@ class JsonlMonitor(Monitor):
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """Read the metrics of a run folder: a row per step, in order; training and evaluation of a step are joined.
+    """Read the metrics of a run folder: a row per step, in order; training and evaluation of a step are joined. What is
+    no number is left out.
 
     Example: [row["reward/mean"] for row in read_metrics(Path("runs/demo"))]
     """
     file = Layout(folder).metrics
     rows: dict[int, dict[str, float]] = {}
     for line in file.read_bytes().split(b"\n") if file.exists() else ():
-        with suppress(ValueError):  # a line that is being written
+        with suppress(ValueError, TypeError, LookupError, AttributeError):  # a line being written, or no row
             row = json.loads(line)
-            rows.setdefault(row["step"], {}).update(read_floats(row))
+            numbers = {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
+            rows.setdefault(int(numbers["step"] or 0), {}).update(read_floats(numbers))
     return [rows[step] for step in sorted(rows)]
 
 
