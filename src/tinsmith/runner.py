@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -22,12 +22,14 @@ from tinsmith.dialects import dialects, read_run
 from tinsmith.engine_options import DeviceOptions
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
+from tinsmith.rl.diagnosis import Diagnosis, diagnose
 from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.guards import event_loop
 from tinsmith.rl.policy.sdk import capabilities
 from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.rl.policy.tinker import TinkerTrainer
 from tinsmith.rl.record.layout import Layout
+from tinsmith.rl.record.monitors.jsonl import read_metrics
 from tinsmith.rl.run import open as opening
 from tinsmith.rl.run.parts import Connect, folder_path, with_fresh_folder
 from tinsmith.rl.run.run import Run
@@ -56,6 +58,8 @@ class TrainResult:
     """Checkpoint to sample from; empty if the run stopped early."""
     stopped_by: str = ""
     """Why the run stopped early, to be continued: `its time limit`, `SIGTERM` or `Ctrl-C`. Empty: it is finished."""
+    diagnosis: Diagnosis = field(default_factory=Diagnosis)
+    """What its metrics say about whether it learned: the number of updates, and findings."""
 
 
 def train(run: RunConfig | Path | str, *overrides: str) -> TrainResult:
@@ -73,12 +77,14 @@ def train_config(config: RunConfig, console: Console) -> TrainResult:
     """Train a run to its end, or resume it, and say where it ended."""
     stop = stop_signal(config)
     settings, state = run_to_end(config, console, stop)
+    folder = folder_path(settings)
     return TrainResult(
-        folder=folder_path(settings),
+        folder=folder,
         step=state.step,
         state_path=state.path,
         sampling_path=state.sampling_path,
         stopped_by=stop.reason if stop.stopped_at else "",
+        diagnosis=diagnose(settings.model_dump(mode="json"), read_metrics(folder)),
     )
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tinsmith.rl.config import RunConfig
+    from tinsmith.rl.diagnosis import Diagnosis
     from tinsmith.rl.run.state import State
 
 app = App(
@@ -79,6 +80,8 @@ _TAKE_SETTINGS = ("run", "check", "debug", "config", "demo", "sweep")
 """Commands whose words may set keys of a run file."""
 STOPPED_EARLY = 75
 """Exit code of a run that stopped before its last step and can be continued: EX_TEMPFAIL of sysexits.h."""
+TRAINED_NOTHING = 3
+"""Exit code of a run in which no step updated the weights."""
 
 Overrides = Annotated[
     str, Parameter(help="Settings that override the defaults, such as steps=20.", allow_leading_hyphen=False)
@@ -97,7 +100,7 @@ def run(
 
     Without either URL, a service runs on this machine for the duration of the run.
     """
-    from tinsmith.cli.runner import sample, train
+    from tinsmith.cli.runner import diagnosis_of, sample, train
     from tinsmith.dialects import read_run
 
     file, overrides = file_and_overrides("run", words, config)
@@ -108,8 +111,11 @@ def run(
         sample(run_file.settings, console)
         return
     settings, state = train(run_file.settings, console)
-    console.print(f"{_plain(settings.name)} is finished: {counted(state.step, 'step')}", highlight=False)
+    diagnosis = diagnosis_of(settings)
+    if not diagnosis.trained_nothing:
+        console.print(f"{_plain(settings.name)} is finished: {counted(state.step, 'step')}", highlight=False)
     _print_results(settings, state, console)
+    _end(settings, diagnosis, console)
 
 
 @app.command
@@ -151,7 +157,7 @@ def demo(
     out
         Folder of the run. Default: a new one under runs/.
     """
-    from tinsmith.cli.runner import train
+    from tinsmith.cli.runner import diagnosis_of, train
     from tinsmith.rl import demo as addition
     from tinsmith.rl.run.parts import folder_path
 
@@ -161,11 +167,12 @@ def demo(
     settings, state = train(settings, console, always_new_folder=out is None)
     addition.conclude(folder_path(settings), console)
     _print_results(settings, state, console)
+    _end(settings, diagnosis_of(settings), console)
 
 
 def main() -> None:
-    """Run the command line and exit: 0 success, or stopped by Ctrl-C; 1 internal error, 2 user error, 75 stopped early
-    by a time limit or SIGTERM, 130 ended at once by Ctrl-C."""
+    """Run the command line and exit: 0 success, or stopped by Ctrl-C; 1 internal error, 2 user error, 3 no step updated
+    the weights, 75 stopped early by a time limit or SIGTERM, 130 ended at once by Ctrl-C."""
     words = [word for word in sys.argv[1:] if word != "--debug"]
     debug = len(words) < len(sys.argv) - 1
     console = new_console(stderr=True, soft_wrap=True)
@@ -242,6 +249,15 @@ def _of_best(settings: RunConfig, state: State) -> str:
     """Which step the weights are of, where they are the best of the run."""
     metric = settings.checkpoint.metric
     return f"  (of step {state.best.step}, {metric} {state.best.value:.4g})" if state.best else ""
+
+
+def _end(settings: RunConfig, diagnosis: Diagnosis, console: Console) -> None:
+    """If no step updated the weights, say so and exit with TRAINED_NOTHING; a dry run exits with 0."""
+    if diagnosis.trained_nothing:
+        text = f"{settings.name} has learned nothing: {diagnosis.summary}"
+        console.print(f"[bold red]{_plain(text)}[/]", highlight=False, soft_wrap=True)
+        if settings.service.engine != "fake":
+            sys.exit(TRAINED_NOTHING)
 
 
 def _plain(text: str) -> str:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tinsmith.rl.config import RunConfig
+    from tinsmith.rl.diagnosis import Diagnosis
     from tinsmith.rl.run.state import State
 
 T = TypeVar("T")
@@ -40,6 +41,15 @@ def train(settings: RunConfig, console: Console, *, always_new_folder: bool = Fa
             by_user=stop.by_user,
         )
     return stage, state
+
+
+def diagnosis_of(settings: RunConfig) -> Diagnosis:
+    """The diagnosis of the run in its folder."""
+    from tinsmith.rl.diagnosis import diagnose
+    from tinsmith.rl.record.monitors.jsonl import read_metrics
+    from tinsmith.rl.run.parts import folder_path
+
+    return diagnose(settings.model_dump(mode="json"), read_metrics(folder_path(settings)))
 
 
 class StoppedEarly(Exception):

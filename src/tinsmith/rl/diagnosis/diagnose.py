@@ -20,7 +20,14 @@ def diagnose(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
     """
     evidence = Evidence(settings, rows)
     counts = signal.signal_of(evidence)
-    findings = [*signal.findings(evidence, counts), *policy.findings(evidence), *outcome.findings(evidence)]
+    of_policy = [*policy.findings(evidence)]
+    damaged = any(finding.name in policy.DAMAGES for finding in of_policy)
+    of_signal = signal.findings(evidence, counts, damaged=damaged)
+    findings = [*of_policy, *of_signal, *outcome.findings(evidence, damaged=damaged)]
+    if damaged:
+        findings = [each for each in findings if each.name not in ("entropy_collapse", "learning_rate_high")]
+    if len(findings) > 1:  # the others say why
+        findings = [each for each in findings if each.name != "reward_flat"]
     return Diagnosis(
         steps=len(evidence.trained) or len(evidence.steps),
         updates=counts.updates if evidence.trained else None,

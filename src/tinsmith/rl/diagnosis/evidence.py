@@ -12,6 +12,8 @@ from tinsmith.rl.diagnosis import thresholds
 
 _LEAST = 5
 """Steps at each end that are compared, at least; else a fifth of all."""
+_FEW = 4
+"""Steps from which a clear rise of the reward counts."""
 _LARGEST = 1e100
 """Numbers beyond it count as not finite, so that their squares are."""
 
@@ -100,7 +102,7 @@ class Evidence:
         values = self.curve(name)
         if len(values) < (thresholds.TREND_STEPS.value if least is None else least) or len(values) < 2:
             return None
-        size = min(max(_LEAST, len(values) // 5), len(values) // 2)
+        size = ends_size(len(values))
         first, last = values[:size], values[-size:]
         error = math.sqrt(_variance(first) / size + _variance(last) / size)
         return Ends(_mean(first), _mean(last), error, len(values))
@@ -117,6 +119,11 @@ class Evidence:
         least = int(thresholds.STEPS.value)
         return max(1, min(least, self.total)) if self.total else least
 
+    @cached_property
+    def entropy(self) -> str:
+        """The name of the metric of the entropy: that of all sampled tokens, or else that of the trained ones."""
+        return "policy/entropy" if self.curve("policy/entropy") else "optim/entropy"
+
     @property
     def reward(self) -> Ends | None:
         """The reward of the first and the last steps."""
@@ -124,17 +131,27 @@ class Evidence:
 
     @property
     def improves(self) -> bool:
-        """Whether the reward rose by more than noise."""
-        return self.reward is not None and self.reward.rose
+        """Whether the reward rose by more than noise, also in the few steps of a run that has just begun."""
+        ends = self.ends("reward/mean", _FEW)
+        return ends is not None and ends.rose
 
     @property
     def solved(self) -> bool:
-        """Whether nearly all replies are right, or every reply has the best reward seen."""
+        """Whether nearly all replies are right, by the training tasks or else by the held-out ones."""
         right = self.recent("groups/all_right")
-        passed = self.curve("eval/pass@1")
-        return (right is not None and right >= thresholds.SOLVED.value) or bool(
-            passed and passed[-1] >= thresholds.SOLVED.value
-        )
+        if right is None:
+            right = (self.curve("eval/pass@1") or [0.0])[-1]
+        return right >= thresholds.SOLVED.value
+
+    @property
+    def converged(self) -> bool:
+        """Whether the policy has become sure of better replies: the reward rose, and most groups are not all wrong."""
+        return self.solved or (self.improves and (self.recent("groups/all_wrong") or 0.0) <= thresholds.UPDATED.value)
+
+
+def ends_size(count: int) -> int:
+    """Steps at each end of `count` that are compared."""
+    return min(max(_LEAST, count // 5), count // 2)
 
 
 def _of_step(name: str) -> bool:

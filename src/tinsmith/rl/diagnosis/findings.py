@@ -61,5 +61,13 @@ class Diagnosis:
             return ""
         if self.updates == self.steps:
             return f"all {counted(self.steps, 'step')} updated the weights" if self.steps > 1 else "1 step, 1 update"
+        if not self.missing:
+            return f"{self.updates} of {counted(self.steps, 'step')} updated the weights"
         reasons = ", ".join(f"{reason} in {count}" for reason, count in self.missing.items())
         return f"{self.updates or 'none'} of {counted(self.steps, 'step')} updated the weights: {reasons}"
+
+    @property
+    def text(self) -> str:
+        """The summary and the findings, a line each; for trackers."""
+        findings = [f"{each.severity}: {each.text}" for each in self.findings] or ["No findings."]
+        return "\n".join([*([f"{self.summary}."] if self.summary else []), *findings])

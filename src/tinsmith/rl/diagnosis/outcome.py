@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from tinsmith.plurals import counted
 from tinsmith.rl.diagnosis import thresholds
-from tinsmith.rl.diagnosis.evidence import Evidence, finite
+from tinsmith.rl.diagnosis.evidence import Evidence, ends_size, finite
 from tinsmith.rl.diagnosis.findings import Finding
 from tinsmith.rl.diagnosis.words import lower_rate, number, percent, rounded, up
 
 
-def findings(evidence: Evidence) -> Iterator[Finding]:
-    """Findings about the outcome."""
+def findings(evidence: Evidence, *, damaged: bool = False) -> Iterator[Finding]:
+    """Findings about the outcome. `damaged`: the policy writes no text any more, which explains most of them."""
     yield from _failed(evidence)
-    yield from _cut_off(evidence)
-    yield from _lengths(evidence)
-    yield from _reward(evidence)
-    yield from _below_constant(evidence)
+    if not damaged:
+        yield from _cut_off(evidence)
+        yield from _lengths(evidence)
+        yield from _reward(evidence)
+    yield from _below_constant(evidence, damaged=damaged)
     yield from _held_out(evidence)
     yield from _demonstrations(evidence)
 
@@ -54,22 +56,15 @@ def _cut_off(evidence: Evidence) -> Iterator[Finding]:
     if not shares or evidence.solved:
         return
     recent = evidence.recent("rollouts/cut")
-    at_first = len(shares) < evidence.least_steps and shares[-1] > thresholds.CUT_AT_FIRST.value
-    if at_first or (recent is not None and recent > thresholds.CUT.value):
-        share = shares[-1] if recent is None else recent
-        rise = (
-            f", {percent(shares[0])} at first"
-            if recent is not None and share - shares[0] > thresholds.CUT.value
-            else ""
-        )
+    falling = shares[-1] < 0.8 * shares[0] and not evidence.ended
+    if recent is not None and recent > thresholds.CUT.value and not falling:
+        rise = f", {percent(shares[0])} at first" if recent - shares[0] > thresholds.CUT.value else ""
         yield Finding(
             name="cut_off",
             severity="warning",
-            sentence=f"{percent(share)} of the replies are cut off at sampling.max_tokens {limit:.0f}{rise}; rewards "
+            sentence=f"{percent(recent)} of the replies are cut off at sampling.max_tokens {limit:.0f}{rise}; rewards "
             "read unfinished text.",
-            change=f"Set sampling.max_tokens: {up(2 * max(1.0, limit))}."
-            if not rise
-            else "Add {type: overlong} to rewards, so that long replies cost something.",
+            change=f"Set sampling.max_tokens: {up(2 * max(1.0, limit))}." if not rise else _overlong(limit),
             metric="rollouts/cut",
         )
     turns = evidence.recent("rollouts/max_turns")
@@ -83,6 +78,22 @@ def _cut_off(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
+def _overlong(limit: float) -> str:
+    return f"Add {{type: overlong, max_tokens: {limit:.0f}, margin: {max(1.0, limit / 4):.0f}}} to rewards."
+
+
+def first_batch(settings: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    """A note if most replies of the first batch are cut off; empty if not."""
+    evidence, cut = Evidence(settings, [row]), finite(row.get("rollouts/cut"))
+    if cut <= thresholds.CUT_AT_FIRST.value:
+        return ""
+    limit = evidence.number("sampling.max_tokens")
+    return (
+        f"{percent(cut)} of the first replies are cut off at sampling.max_tokens {limit:.0f}. Unless the model is to "
+        f"learn to be shorter, set sampling.max_tokens: {up(2 * max(1.0, limit))}."
+    )
+
+
 def _lengths(evidence: Evidence) -> Iterator[Finding]:
     ends = evidence.ends("tokens/reply")
     if ends is None or ends.first <= 0 or evidence.improves or evidence.solved:
@@ -93,7 +104,7 @@ def _lengths(evidence: Evidence) -> Iterator[Finding]:
             name="lengths_grow",
             severity="warning",
             sentence=f"Replies have grown ({values}), and the reward has not.",
-            change="Add {type: overlong} to rewards, so that long replies cost something.",
+            change=_overlong(evidence.number("sampling.max_tokens")),
             metric="tokens/reply",
         )
     elif ends.last < thresholds.LENGTH_FALL.value * ends.first:
@@ -113,15 +124,15 @@ def _reward(evidence: Evidence) -> Iterator[Finding]:
         return
     curve = _smoothed(evidence.curve("reward/mean"))
     best, low = max(curve), min(curve)
-    place = curve.index(best)
+    step = curve.index(best) + ends.count - len(curve) + 1
     drop = best - curve[-1]
     scale = max(best - low, evidence.recent("reward/std") or 0.0, 1e-9)
     if drop > thresholds.FALL.value * scale and drop > thresholds.GAIN.value * ends.error and drop > 0.1 * abs(best):
         yield Finding(
             name="reward_falls",
             severity="error",
-            sentence=f"The reward fell from {number(best)} around step {place + 1} to {number(curve[-1])}.",
-            change=f"{lower_rate(evidence, 3)} Continue from a checkpoint near step {place + 1}.",
+            sentence=f"The reward fell from {number(best)} around step {step} to {number(curve[-1])}.",
+            change=f"{lower_rate(evidence, 3)} Continue from a checkpoint near step {step}.",
             metric="reward/mean",
         )
     elif evidence.ended and not ends.rose and not _near_top(evidence):
@@ -148,7 +159,7 @@ def _more_signal(evidence: Evidence) -> str:
     return f"Set groups_per_step: {int(2 * evidence.number('groups_per_step', 16))}, and more steps."
 
 
-def _below_constant(evidence: Evidence) -> Iterator[Finding]:
+def _below_constant(evidence: Evidence, *, damaged: bool) -> Iterator[Finding]:
     """A policy that one fixed answer would beat."""
     for measure, baseline in (("eval/pass@1", "eval/constant_pass@1"), ("eval/reward/mean", "eval/constant_reward")):
         results, constant = evidence.curve(measure), evidence.curve(baseline)
@@ -158,7 +169,7 @@ def _below_constant(evidence: Evidence) -> Iterator[Finding]:
                 severity="error",
                 sentence=f"Nothing learned: {measure} is {number(results[-1])} after training, and the best constant "
                 f"answer has {number(constant[-1])}.",
-                change=_more_signal(evidence),
+                change=f"{lower_rate(evidence, 10)} Then start again." if damaged else _more_signal(evidence),
                 metric=measure,
             )
             return
@@ -214,5 +225,6 @@ def _demonstrations(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """Means of up to five values that end at each."""
-    return [math.fsum(window) / len(window) for at in range(len(values)) if (window := values[max(0, at - 4) : at + 1])]
+    """Means of as many values as `Ends` compares, that end at each."""
+    size = ends_size(len(values))
+    return [math.fsum(values[at - size : at]) / size for at in range(size, len(values) + 1)]

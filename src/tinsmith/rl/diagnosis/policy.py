@@ -11,6 +11,8 @@ from tinsmith.rl.diagnosis.evidence import Evidence, finite
 from tinsmith.rl.diagnosis.findings import Finding
 from tinsmith.rl.diagnosis.words import lower_rate, number, percent, rounded
 
+DAMAGES = frozenset(("not_finite", "equal_replies", "entropy_explosion"))
+"""Findings that explain others: short replies, cut-off ones and missing signals of a policy that writes no text."""
 _NORMS = 8
 """Gradient norms before one can stand out."""
 
@@ -50,28 +52,40 @@ def _equal_replies(evidence: Evidence) -> Iterator[Finding]:
     """One text for different tasks: what a learning rate that is far too high leaves of a policy."""
     if evidence.solved:
         return
-    held_out, tasks = evidence.curve("eval/equal"), evidence.curve("eval/tasks")
-    first, last = (held_out[0], held_out[-1]) if held_out and tasks[-1:] >= [4.0] else (0.0, 0.0)
-    where, metric = "held-out tasks", "eval/equal"
-    if last < thresholds.EQUAL.value and evidence.number("groups_per_step", 1) > 1:
-        shares = evidence.curve("rollouts/equal")
-        first, last = (shares[0], evidence.recent("rollouts/equal") or 0.0) if shares else (0.0, 0.0)
-        where, metric = "tasks of the last steps", "rollouts/equal"
-    if last >= thresholds.EQUAL.value:
-        always = first >= thresholds.EQUAL.value
+    sampled, held_out = evidence.curve("rollouts/equal"), evidence.curve("eval/equal")
+    first, last = (sampled[0], evidence.recent("rollouts/equal") or 0.0) if sampled else (0.0, 0.0)
+    where, metric = "tasks of the last steps", "rollouts/equal"
+    if last < thresholds.EQUAL.value and held_out and held_out[0] < thresholds.EQUAL.value:
+        first, last, where, metric = held_out[0], held_out[-1], "held-out tasks", "eval/equal"
+    cut = (evidence.recent("rollouts/cut") or 0.0) > thresholds.CUT_AT_FIRST.value
+    judged = evidence.converged and bool(evidence.curve("groups/all_right"))
+    always = first >= thresholds.EQUAL.value
+    if last >= thresholds.EQUAL.value and not judged and not (always and cut):
+        same = f"{percent(last)} of the replies to different {where} are the same text"
+        before = "from the first on" if always else f"{percent(first)} at first"
+        if evidence.improves or always:
+            yield Finding(
+                name="equal_replies_pay",
+                severity="warning",
+                sentence=f"{same} ({before}), and the reward pays for it."
+                if evidence.improves
+                else f"{same} ({before}).",
+                change="Use rewards that depend on the task, such as rewards: [{type: math}]."
+                if evidence.improves
+                else "Look at a reply with `tinsmith debug FILE`: the prompt or sampling.stop may leave no other.",
+                metric=metric,
+            )
+            return
         yield Finding(
             name="equal_replies",
             severity="error",
-            sentence=f"{percent(last)} of the replies to different {where} are the same text"
-            + (", from the first on." if always else f" ({percent(first)} at first): the policy has collapsed."),
-            change=f"{lower_rate(evidence, 10)} Then start again."
-            if not always
-            else "Look at a reply with `tinsmith debug FILE`: the prompt or sampling.stop may leave no other.",
+            sentence=f"{same} ({before}): the policy has collapsed.",
+            change=f"{lower_rate(evidence, 10)} Then start again.",
             metric=metric,
         )
         return
     groups = evidence.recent("groups/equal")
-    if groups is not None and groups >= thresholds.EQUAL_GROUPS.value and evidence.number("group_size", 1) > 1:
+    if groups is not None and groups >= thresholds.EQUAL_GROUPS.value and not evidence.converged and not cut:
         cold = evidence.number("sampling.temperature", 1.0) < 1
         yield Finding(
             name="equal_replies_in_groups",
@@ -85,37 +99,42 @@ def _equal_replies(evidence: Evidence) -> Iterator[Finding]:
 
 def _entropy(evidence: Evidence) -> Iterator[Finding]:
     """A policy that is sure of replies that are not better, or that writes random tokens."""
-    ends = evidence.ends("optim/entropy")
-    if ends is None or evidence.solved or ends.first <= 0:
+    curve, last = evidence.curve(evidence.entropy), evidence.recent(evidence.entropy)
+    if last is None or len(curve) < 2 or evidence.solved:
         return
-    values = f"{number(ends.first)} → {number(max(0.0, ends.last))} nats per token"
-    low = ends.last < thresholds.ENTROPY_LOW.value and ends.last < thresholds.ENTROPY_FALL.value * ends.first
-    constant = evidence.recent("groups/constant") or 0.0
-    if low and (not evidence.improves or constant > thresholds.CONSTANT.value):
+    start = curve[: thresholds.STEPS.count]
+    low = last < thresholds.ENTROPY_LOW.value and last < thresholds.ENTROPY_FALL.value * max(start)
+    if low and not evidence.converged:
         yield Finding(
             name="entropy_collapse",
             severity="warning",
-            sentence=f"The entropy has collapsed ({values}): the policy samples nothing else any more.",
-            change="Set algorithm.entropy.coef: 0.01, or halve the learning rate: "
-            f"optimizer.learning_rate: {rounded(evidence.number('optimizer.learning_rate', 1e-4) / 2)}.",
-            metric="optim/entropy",
+            sentence=f"The entropy has collapsed ({number(max(start))} → {number(max(0.0, last))} nats per token): the "
+            "policy samples nothing else any more.",
+            change="Set algorithm.entropy.coef: 0.01."
+            if max(evidence.curve("optim/lr"), default=0.0) <= thresholds.RATE_USUAL.value
+            else lower_rate(evidence, 3),
+            metric=evidence.entropy,
         )
-    elif ends.change > thresholds.ENTROPY_RISE.value and not evidence.improves:
+    elif last - min(start) > thresholds.ENTROPY_RISE.value and not evidence.improves:
         yield Finding(
             name="entropy_explosion",
             severity="error",
-            sentence=f"The entropy has grown ({values}): the replies turn into random tokens.",
+            sentence=f"The entropy has grown ({number(min(start))} → {number(last)} nats per token): the replies turn "
+            "into random tokens.",
             change=lower_rate(evidence, 10),
-            metric="optim/entropy",
+            metric=evidence.entropy,
         )
 
 
 def _learning_rate(evidence: Evidence) -> Iterator[Finding]:
     """A learning rate out of the usual range, in a run that does not improve."""
-    rate = max(evidence.curve("optim/lr"), default=0.0)
-    if len(evidence.trained) < thresholds.TREND_STEPS.value or evidence.improves or evidence.solved:
+    rates, rewards = evidence.curve("optim/lr"), evidence.curve("reward/mean")
+    if len(rewards) < thresholds.TREND_STEPS.value or evidence.improves or evidence.solved:
         return
-    if "optim/lr" in evidence.trained[-1] and rate < thresholds.RATE_LOW.value:
+    rate = max(rates, default=0.0) if evidence.curve("optim/grad_norm") else 0.0  # 0: no update was made
+    if not rate:
+        return
+    if rate < thresholds.RATE_LOW.value:
         yield Finding(
             name="learning_rate_low",
             severity="warning",
@@ -123,21 +142,21 @@ def _learning_rate(evidence: Evidence) -> Iterator[Finding]:
             change="Set optimizer.learning_rate: 0.0001; LoRA needs about ten times that of full fine-tuning.",
             metric="optim/lr",
         )
-    elif rate > thresholds.RATE_HIGH.value:
+    elif rate > thresholds.RATE_HIGH.value and (evidence.recent("reward/mean") or 0.0) <= max(rewards[:2]):
         yield Finding(
             name="learning_rate_high",
-            severity="warning",
+            severity="error",
             sentence=f"The learning rate is {number(rate)}, and the reward has not risen.",
-            change="Set optimizer.learning_rate: 0.0003.",
+            change=lower_rate(evidence, 10),
             metric="optim/lr",
         )
 
 
 def _mismatch(evidence: Evidence) -> Iterator[Finding]:
     """Without staleness, the sampler and the trainer have the same weights: their logprobs must agree."""
-    value = evidence.recent("optim/kl_sample_train_v2")
-    stale = evidence.recent("policy/staleness") or 0.0
-    if value is None or value <= thresholds.MISMATCH.value or stale > 0:
+    fresh = [row for row in evidence.trained if not finite(row.get("policy/staleness_max"))]
+    value = Evidence(evidence.settings, fresh).recent("optim/kl_sample_train_v2")
+    if value is None or value <= thresholds.MISMATCH.value:
         return
     exact = evidence.number("sampling.temperature", 1.0) == 1 and evidence.number("sampling.top_p", 1.0) == 1
     yield Finding(
@@ -243,14 +262,16 @@ def _critic(evidence: Evidence) -> Iterator[Finding]:
         severity="warning",
         sentence=f"The critic does not predict the returns: it explains {percent(max(0.0, explained))} of their "
         f"variance after {counted(steps, 'step')}.",
-        change=f"Set algorithm.critic.optimizer.learning_rate: {rounded(3 * _critic_rate(evidence))}, and low and high "
-        "of the critic to the range of the returns.",
+        change=f"Set algorithm.critic.optimizer.learning_rate: {_critic_rate(evidence)}, and low and "
+        "high of the critic to the range of the returns.",
         metric="critic/explained_variance",
     )
 
 
-def _critic_rate(evidence: Evidence) -> float:
-    return evidence.number("algorithm.critic.optimizer.learning_rate") or max(evidence.curve("critic/lr"), default=1e-4)
+def _critic_rate(evidence: Evidence) -> str:
+    """A higher learning rate for the critic."""
+    rate = evidence.number("algorithm.critic.optimizer.learning_rate") or max(evidence.curve("critic/lr"), default=0.0)
+    return rounded(max(1e-4, 3 * rate))
 
 
 def _median(values: list[float]) -> float | None:

@@ -80,8 +80,8 @@ def _rollouts(evidence: Evidence, row: Mapping[str, Any]) -> float:
     return groups * evidence.number("group_size", 1)
 
 
-def findings(evidence: Evidence, signal: Signal) -> Iterator[Finding]:
-    """Findings about missing signals."""
+def findings(evidence: Evidence, signal: Signal, *, damaged: bool = False) -> Iterator[Finding]:
+    """Findings about missing signals. `damaged`: the policy writes no text any more, which is what to change."""
     steps, trained = len(evidence.trained), signal.updates
     missing = signal.missing.copy()
     del missing[Reason.WARM_UP]
@@ -91,21 +91,24 @@ def findings(evidence: Evidence, signal: Signal) -> Iterator[Finding]:
     reason, count = missing.most_common(1)[0]
     if reason == Reason.ALL_RIGHT and trained and _was_solved(evidence):
         return
-    mostly = f"in {count} of them: {_explained(evidence, reason)}"
+    mostly = f"in {'all' if count == steps else count} {_explained(evidence, reason)}"
+    change = f"{lower_rate(evidence, 10)} Then start again." if damaged else _change(evidence, reason)
     if not trained:
         yield Finding(
             name="no_update",
             severity="error",
-            sentence=f"None of the {counted(steps, 'step')} updated the weights; {mostly}.",
-            change=_change(evidence, reason),
+            sentence=f"None of the {counted(steps, 'step')} updated the weights: {mostly}.",
+            change=change,
             metric="optim/skipped",
         )
+    elif damaged:
+        return
     elif trained / steps < thresholds.UPDATED.value and steps >= 2 * thresholds.STEPS.value:
         yield Finding(
             name="few_updates",
             severity="warning",
-            sentence=f"Only {trained} of {counted(steps, 'step')} updated the weights; the others did not, {mostly}.",
-            change=_change(evidence, reason),
+            sentence=f"Only {trained} of {counted(steps, 'step')} updated the weights: {mostly}.",
+            change=change,
             metric="optim/skipped",
         )
     else:
@@ -116,9 +119,9 @@ def _few_groups(evidence: Evidence, signal: Signal) -> Iterator[Finding]:
     """Steps update, but few groups have anything to compare."""
     constant = evidence.recent("groups/constant")
     compares = evidence.setting("algorithm.advantage.type", "grpo") in COMPARING
-    if constant is None or constant <= thresholds.CONSTANT.value or not compares or evidence.solved:
+    if constant is None or constant <= thresholds.CONSTANT.value or not compares or not signal.updates:
         return
-    if not signal.updates or _was_solved(evidence):
+    if evidence.converged or _was_solved(evidence):
         return
     wrong, right = evidence.recent("groups/all_wrong") or 0.0, evidence.recent("groups/all_right") or 0.0
     parts = f" ({percent(wrong)} all wrong, {percent(right)} all right)" if wrong or right else ""
@@ -135,8 +138,8 @@ def _few_groups(evidence: Evidence, signal: Signal) -> Iterator[Finding]:
 
 def _was_solved(evidence: Evidence) -> bool:
     """Whether the tasks are solved now and were not in the first steps."""
-    right = evidence.ends("groups/all_right", least=2)
-    return right is not None and right.last >= thresholds.CONSTANT.value and right.first < thresholds.UPDATED.value
+    right = evidence.curve("groups/all_right")
+    return evidence.solved and bool(right) and right[0] < thresholds.SOLVED.value
 
 
 def _explained(evidence: Evidence, reason: Reason) -> str:

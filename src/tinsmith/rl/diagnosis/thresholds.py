@@ -17,15 +17,20 @@ class Threshold:
     reason: str
     """Why it is where it is."""
 
+    @property
+    def count(self) -> int:
+        """The bound as a number of steps or tasks."""
+        return int(self.value)
 
-STEPS = Threshold(3, "steps before a rule about single steps speaks: one batch without a signal is chance")
+
+STEPS = Threshold(5, "steps before a rule about single steps speaks, or all of a shorter run: a few may be chance")
 TREND_STEPS = Threshold(12, "steps before a rule about trends speaks: below, first and last steps overlap")
 UPDATED = Threshold(0.5, "share of steps that update: below half, most sampling is wasted")
 CONSTANT = Threshold(0.8, "share of groups with one reward: above, fewer than one group in five has a signal")
 SOLVED = Threshold(0.9, "share of right replies from which a missing signal means that the tasks are solved")
 FAILED = Threshold(0.05, "share of failed rollouts: single timeouts stay below")
 CUT = Threshold(0.2, "share of replies cut off: above, rewards mostly read unfinished text")
-CUT_AT_FIRST = Threshold(0.5, "the same in the first batch, where a few training steps may still shorten replies")
+CUT_AT_FIRST = Threshold(0.5, "the same in the first batch, which training may still mend: the console notes it")
 EQUAL = Threshold(0.9, "share of replies with one text over different tasks: the task no longer matters")
 EQUAL_GROUPS = Threshold(0.8, "share of groups whose replies have one text: they have nothing to compare")
 ENTROPY_LOW = Threshold(0.05, "nats per token: the most likely token has about 99 %")
@@ -45,7 +50,10 @@ EXPLAINED = Threshold(0.1, "critic/explained_variance after warm-up: below, adva
 LENGTH = Threshold(3.0, "length of replies relative to the first steps, where the reward did not rise")
 LENGTH_FALL = Threshold(0.1, "the same for replies that shrink")
 RATE_LOW = Threshold(1e-5, "learning rate: LoRA needs about ten times that of full fine-tuning, 1e-4 or more")
-RATE_HIGH = Threshold(5e-3, "learning rate of Adam with LoRA: above, adapters leave the range of the base model")
+RATE_USUAL = Threshold(
+    3e-4, "learning rate up to which a policy that is too sure needs an entropy bonus, not a lower rate"
+)
+RATE_HIGH = Threshold(5e-3, "learning rate of Adam with LoRA: above, a few steps can destroy the policy")
 GAIN = Threshold(2.0, "standard errors between the first and the last steps: smaller changes are noise")
 RISE = Threshold(0.1, "rise of the reward, in standard deviations of single rewards, that held-out tasks should show")
 FALL = Threshold(0.3, "fall of the reward from its best, as a share of its range: more than noise of a few steps")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from tinsmith.rl.diagnosis import thresholds
 from tinsmith.rl.diagnosis.evidence import Evidence
 
 
@@ -34,4 +35,5 @@ def up(value: float) -> int:
 def lower_rate(evidence: Evidence, factor: float) -> str:
     """The change to a learning rate that is smaller by `factor`."""
     rate = max([evidence.number("optimizer.learning_rate"), *evidence.curve("optim/lr")])
-    return f"Set optimizer.learning_rate: {rounded(rate / factor)}." if rate else "Lower optimizer.learning_rate."
+    lower = thresholds.RATE_USUAL.value if rate > thresholds.RATE_HIGH.value else rate / factor
+    return f"Set optimizer.learning_rate: {rounded(lower)}." if rate else "Lower optimizer.learning_rate."

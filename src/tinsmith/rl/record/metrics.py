@@ -85,7 +85,15 @@ def _sampled(groups: Sequence[Group], version: int) -> dict[str, float]:
         "policy/staleness": _mean(staleness),
         "policy/staleness_max": max(staleness, default=0),
         "policy/drift": _mean([_drift(group) for group in groups]),
+        **_entropy(good),
     }
+
+
+def _entropy(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Estimate of the entropy of the sampling policy, in nats per token, if it sampled tokens."""
+    turns = [turn for rollout in rollouts for turn in rollout.turns if not turn.model]
+    count = sum(len(turn.logprobs) for turn in turns)
+    return {"policy/entropy": -math.fsum(p for turn in turns for p in turn.logprobs) / count} if count else {}
 
 
 def _right_groups(groups: Sequence[Group]) -> dict[str, float]:

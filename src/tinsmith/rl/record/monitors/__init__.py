@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from tinsmith.errors import ConfigError, TinsmithError
+from tinsmith.rl.diagnosis import LiveDiagnosis
 from tinsmith.rl.record.monitors.background import BackgroundMonitor
 from tinsmith.rl.record.monitors.base import Monitor, Monitors, RunInfo
 from tinsmith.rl.record.monitors.console import ConsoleConfig, ConsoleMonitor
-from tinsmith.rl.record.monitors.jsonl import JsonlMonitor
+from tinsmith.rl.record.monitors.jsonl import JsonlMonitor, read_metrics
 from tinsmith.rl.record.monitors.preflight import offline_reason, preflight
 from tinsmith.rl.record.monitors.report import ReportConfig, ReportMonitor
 from tinsmith.rl.record.monitors.trackers import (
@@ -74,7 +75,8 @@ def build(configs: Sequence[MonitorConfig], info: RunInfo, console: Console) -> 
     except BaseException:
         Monitors(monitors).close()
         raise
-    return Monitors(monitors)
+    earlier = [row for row in read_metrics(info.folder) if row["step"] <= info.start] if info.start else []
+    return Monitors(monitors, LiveDiagnosis(info.settings, earlier))
 
 
 @contextmanager

@@ -6,9 +6,11 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from typing_extensions import override
 
+from tinsmith.rl.diagnosis import Diagnosis
 from tinsmith.rl.guards.user_code import describe
 from tinsmith.rl.record.layout import Kind
 from tinsmith.rl.record.monitors.base import Monitor
@@ -46,6 +48,11 @@ class BackgroundMonitor(Monitor):
     @override
     def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
         """Nothing is passed on."""
+
+    @override
+    def diagnosis(self, step: int, diagnosis: Diagnosis) -> None:
+        with suppress(queue.Full):  # the next or the last diagnosis takes its place
+            self._calls.put_nowait(lambda: self._monitor.diagnosis(step, diagnosis))
 
     @override
     def close(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from typing_extensions import override
 
+from tinsmith.rl.diagnosis import Diagnosis, LiveDiagnosis
 from tinsmith.rl.guards.user_code import describe, is_fault
 from tinsmith.rl.record.layout import Kind
 from tinsmith.rl.types import Group
@@ -52,6 +53,10 @@ class Monitor(Protocol):
         """Receive all groups that were sampled for a step or an evaluation."""
         ...
 
+    def diagnosis(self, step: int, diagnosis: Diagnosis) -> None:
+        """Receive the diagnosis after `step` when it has other findings than before, and before `close`."""
+        del step, diagnosis  # unless the monitor shows it
+
     def close(self) -> None:
         """Release everything. Called once, when the run ends or is interrupted."""
         ...
@@ -69,14 +74,23 @@ def roles_of(values: Mapping[str, float], prefix: str = "reward") -> list[str]:
 
 
 class Monitors(Monitor):
-    """Forwards to all monitors of a run, and logs those that fail."""
+    """Forwards to all monitors of a run, and logs those that fail. Adds the diagnosis of the metrics."""
 
-    def __init__(self, monitors: Sequence[Monitor]) -> None:
+    def __init__(self, monitors: Sequence[Monitor], live: LiveDiagnosis | None = None) -> None:
+        """`live`: diagnoses the run; by default one without settings."""
         self._monitors = tuple(monitors)
+        self._live, self._step = live or LiveDiagnosis({}), 0
 
     @override
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._forward(lambda monitor: monitor.metrics(step, values))
+        self._step = step
+        if (changed := self._live.observe(step, values)) is not None:
+            self.diagnosis(step, changed)
+
+    @override
+    def diagnosis(self, step: int, diagnosis: Diagnosis) -> None:
+        self._forward(lambda monitor: monitor.diagnosis(step, diagnosis))
 
     @override
     def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
@@ -84,6 +98,9 @@ class Monitors(Monitor):
 
     @override
     def close(self) -> None:
+        """Hand the last diagnosis to the monitors, and close them."""
+        final = self._live.result()
+        self._forward(lambda monitor: monitor.diagnosis(self._step, final), closing=True)
         self._forward(lambda monitor: monitor.close(), closing=True)
 
     def _forward(self, call: Callable[[Monitor], None], *, closing: bool = False) -> None:

@@ -7,10 +7,12 @@ from typing import Literal
 
 from pydantic import Field
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from typing_extensions import override
 
 from tinsmith.plurals import counted
+from tinsmith.rl.diagnosis import Diagnosis, Finding, first_batch
 from tinsmith.rl.record.layout import Kind
 from tinsmith.rl.record.monitors.base import Monitor, RunInfo, roles_of
 from tinsmith.rl.types import Group
@@ -46,6 +48,8 @@ class ConsoleMonitor(Monitor):
             transient=True,
             expand=True,
         )
+        self._shown: set[str] = set()
+        self._last = Diagnosis()
         self._bar = self._progress.add_task(f"{info.name}  starting", total=info.steps, completed=info.start)
         if console.is_terminal:
             self._progress.start()
@@ -56,6 +60,8 @@ class ConsoleMonitor(Monitor):
             self._console.print(_evaluation(step, values), highlight=False, soft_wrap=True)
         if "time/step" not in values:
             return
+        if step == 1 and (note := first_batch(self._info.settings, values)):
+            self._console.print(f"[yellow]note[/]: {escape(note)}", highlight=False, soft_wrap=True)
         text = f"{self._info.name}  {_outcome(values)}  {_speed(values):,.0f} tok/s"
         self._progress.update(self._bar, completed=step, description=text)
         if step % self._every == 0 or step in (1, self._info.steps):
@@ -66,9 +72,29 @@ class ConsoleMonitor(Monitor):
         """Rollouts are not printed."""
 
     @override
+    def diagnosis(self, step: int, diagnosis: Diagnosis) -> None:
+        """Print findings that were not printed before."""
+        self._last = diagnosis
+        for finding in diagnosis.findings:
+            if finding.name not in self._shown and step < self._info.steps:
+                self._shown.add(finding.name)
+                self._print_finding(finding, f"step {step}: ")
+
+    @override
     def close(self) -> None:
+        """Print the diagnosis of the whole run."""
         if self._console.is_terminal:  # otherwise it would print an empty line
             self._progress.stop()
+        if summary := self._last.summary:
+            none = "" if self._last.findings else "; no findings"
+            self._console.print(f"[bold]diagnosis[/]: {escape(summary)}{none}", highlight=False, soft_wrap=True)
+        for finding in self._last.findings:
+            self._print_finding(finding)
+
+    def _print_finding(self, finding: Finding, when: str = "") -> None:
+        color = "red" if finding.severity == "error" else "yellow"
+        text = f"[{color}]{finding.severity}[/]: {when}{escape(finding.sentence)} [bold]{escape(finding.change)}[/]"
+        self._console.print(text, highlight=False, soft_wrap=True)
 
     def _line(self, step: int, values: Mapping[str, float]) -> str:
         width = len(str(self._info.steps))

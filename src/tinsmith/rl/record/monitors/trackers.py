@@ -24,6 +24,7 @@ from tinsmith import entry_points
 from tinsmith.atomic import atomic_write
 from tinsmith.entry_points import OWN
 from tinsmith.errors import ConfigError
+from tinsmith.rl.diagnosis import Diagnosis
 from tinsmith.rl.record.layout import Kind, Layout
 from tinsmith.rl.record.monitors.base import Monitor, RunInfo
 from tinsmith.rl.types import Group
@@ -33,6 +34,8 @@ NAMES_GROUP = "tinsmith.metric_names"
 """Group of entry points: each names a function from a metric's name to that of another system."""
 _MLFLOW_PARAM_LENGTH = 500
 """Characters of a parameter's value. MLflow rejects longer values."""
+_MLFLOW_TAG_LENGTH = 5000
+"""Characters of a tag's value."""
 _MLFLOW_BATCH = 100
 """Parameters per request to MLflow."""
 
@@ -124,6 +127,10 @@ class Tracker(Monitor):
         """Send the renamed metrics of a step."""
 
 
+_DIAGNOSIS = "diagnosis"
+"""Name of the diagnosis in a tracker."""
+
+
 class TensorboardMonitor(Tracker):
     """Appends to the event files. Events after the step from which a run resumes are hidden."""
 
@@ -133,6 +140,10 @@ class TensorboardMonitor(Tracker):
         tensorboard = _import("torch.utils.tensorboard.writer", package="tensorboard", extra="tensorboard")
         folder = config.folder or str(Layout(info.folder).tensorboard)
         self._writer = tensorboard.SummaryWriter(folder, purge_step=info.start + 1 if info.start else None)
+
+    @override
+    def diagnosis(self, step: int, diagnosis: Diagnosis) -> None:
+        self._writer.add_text(_DIAGNOSIS, diagnosis.text.replace("\n", "\n\n"), step)
 
     @override
     def close(self) -> None:
@@ -170,6 +181,11 @@ class WandbMonitor(Tracker):
         self._run.define_metric("*", step_metric="step")
 
     @override
+    def diagnosis(self, step: int, diagnosis: Diagnosis) -> None:
+        """Write the text, and the number of updates, to the summary of the run."""
+        self._run.summary.update({_DIAGNOSIS: diagnosis.text, "updates": diagnosis.updates})
+
+    @override
     def close(self) -> None:
         """Wait until everything is written or sent."""
         self._run.finish()
@@ -194,6 +210,11 @@ class MlflowMonitor(Tracker):
         self._run_id = _run_id(info, "mlflow", lambda: self._create_run(config, info))
         self._client.update_run(self._run_id, status="RUNNING")
         self._sending: Any = None
+
+    @override
+    def diagnosis(self, step: int, diagnosis: Diagnosis) -> None:
+        """Set the text as a tag of the run, which its page shows."""
+        self._client.set_tag(self._run_id, _DIAGNOSIS, diagnosis.text[:_MLFLOW_TAG_LENGTH])
 
     @override
     def close(self) -> None:

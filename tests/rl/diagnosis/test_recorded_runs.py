@@ -1,0 +1,98 @@
+"""Recorded runs have the findings that fit them, and healthy ones have none at any time (cases.py records them)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rl.diagnosis.cases import rows_of
+from tinsmith.rl.diagnosis import diagnose, first_batch
+
+RUNS = Path(__file__).parent / "runs"
+HEALTHY = (
+    "learns", "learns_with_staleness", "learns_from_demonstrations", "is_solved",
+    "learns_with_filters", "short", "smol_good",
+)  # fmt: skip
+SICK: dict[str, dict[str, str]] = {
+    "all_wrong": {"no_update": "None of the 8 steps updated the weights: in all every reply was wrong (mean reward 0)"},
+    "all_right": {"no_update": "Use harder tasks in tasks.train"},
+    "one_reward": {"no_update": "every reply to a task got the same reward (mean reward 0). Set group_size: 8"},
+    "greedy": {"no_update": "Set sampling.temperature: 1;"},
+    "single_replies": {"few_updates": "Only 6 of 20 steps updated the weights: in 14 every reply was wrong"},
+    "cut": {"no_update": "100 % of the replies were cut off at sampling.max_tokens 4", "cut_off": "max_tokens: 8."},
+    "cut_and_masked": {"cut_off": "34 % of the replies are cut off at sampling.max_tokens 6"},
+    "filtered": {"no_update": "the filters dropped every group. Set filter_refills: 4"},
+    "failing": {"failing_rollouts": "48 rollouts failed, 25 % of all.", "failing_evaluations": "25 %"},
+    "collapsed": {"equal_replies": "100 % of the replies to different tasks of the last steps are the same text (44 %"},
+    "entropy_collapse": {"equal_replies": "Set optimizer.learning_rate: 0.0003. Then start again."},
+    "flat": {"learning_rate_high": "The learning rate is 0.02, and the reward has not risen."},
+    "tiny_rate": {"learning_rate_low": "The learning rate is 1e-07 at most"},
+    "spikes": {"gradient_spikes": "far above the median of 4.6: 3,634 in step 49. Set optimizer.grad_clip_norm: 9."},
+    "learns_a_format": {},  # in its middle, one reply to all tasks is doubtful; at its end, it is what held-out tasks want
+        "equal_replies_pay": "are the same text (44 % at first), and the reward pays for it. Use rewards"
+    },
+    "form_only": {
+        "equal_replies_pay": "and the reward pays for it. Use rewards that depend on the task",
+        "held_out_flat": "The reward rose (0.555 → 0.969), and held-out tasks did not get better",
+    },
+    "below_constant": {
+        "equal_replies": "92 % of the replies",
+        "below_constant": "Nothing learned: eval/pass@1 is 0.25 after training, and the best constant answer has 0.75.",
+    },
+    "useless_critic": {"critic": "it explains 0 % of their variance after 20 steps"},
+    "too_old": {"off_policy": "optim/kl_sample_train_k3 is 0.301 (above 0.05). Set staleness: 3."},
+    "smol_cut": {"below_constant": "eval/pass@1 is 0 after training", "cut_off": "Set sampling.max_tokens: 2."},
+}
+
+
+def run(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    values = json.loads((RUNS / f"{name}.json").read_text())
+    return values["settings"], rows_of(values)
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_sick_runs_have_their_findings(name):
+    findings = {each.name: each.text for each in diagnose(*run(name)).findings}
+    assert findings.keys() == SICK[name].keys()
+    for finding, part in SICK[name].items():
+        assert part in findings[finding]
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_runs_have_none_at_any_time(name):
+    settings, rows = run(name)
+    for length in range(len(rows) + 1):
+        assert diagnose(settings, rows[:length]).findings == ()
+    assert diagnose(settings, rows).updates
+
+
+def test_every_recorded_run_is_expected():
+    assert {file.stem for file in RUNS.glob("*.json")} == {*SICK, *HEALTHY}
+
+
+def test_one_cause_is_one_finding():
+    """A policy that writes nothing else has short, cut-off replies without a signal; only the cause is named."""
+    settings, rows = run("collapsed")
+    diagnosis = diagnose(settings, rows)
+    assert diagnosis.summary == "1 of 20 steps updated the weights: equal replies in 19"
+    assert [each.severity for each in diagnosis.findings] == ["error"]
+
+
+def test_first_batch_cut_off_is_noted():
+    settings, rows = run("cut")
+    assert first_batch(settings, rows[1]) == (
+        "100 % of the first replies are cut off at sampling.max_tokens 4. Unless the model is to learn to be shorter, "
+        "set sampling.max_tokens: 8."
+    )
+    assert first_batch(*run("learns")[:1], run("learns")[1][1]) == ""
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+def test_gradients_that_are_not_finite(value):
+    rows = [{"step": step, "optim/grad_norm": value if step > 2 else 1.0, "optim/lr": 1.0} for step in range(1, 5)]
+    finding = diagnose({}, rows).findings[0]
+    assert finding.name == "not_finite"
+    assert finding.sentence == "The gradient of 2 steps was not finite, first in step 3."
