@@ -31,9 +31,7 @@ SICK: dict[str, dict[str, str]] = {
     "flat": {"learning_rate_high": "The learning rate is 0.02, and the reward has not risen."},
     "tiny_rate": {"learning_rate_low": "The learning rate is 1e-07 at most"},
     "spikes": {"gradient_spikes": "far above the median of 4.6: 3,634 in step 49. Set optimizer.grad_clip_norm: 9."},
-    "learns_a_format": {},  # in its middle, one reply to all tasks is doubtful; at its end, it is what held-out tasks want
-        "equal_replies_pay": "are the same text (44 % at first), and the reward pays for it. Use rewards"
-    },
+    "learns_a_format": {},
     "form_only": {
         "equal_replies_pay": "and the reward pays for it. Use rewards that depend on the task",
         "held_out_flat": "The reward rose (0.555 → 0.969), and held-out tasks did not get better",
@@ -44,6 +42,16 @@ SICK: dict[str, dict[str, str]] = {
     },
     "useless_critic": {"critic": "it explains 0 % of their variance after 20 steps"},
     "too_old": {"off_policy": "optim/kl_sample_train_k3 is 0.301 (above 0.05). Set staleness: 3."},
+    "smol_rate_high": {
+        "equal_replies": "100 % of the replies to different held-out tasks are the same text (42 % at first)",
+        "below_constant": "eval/pass@1 is 0 after training, and the best constant answer has 0.125. Set optimizer.lear",
+    },
+    "smol_old": {
+        "equal_replies": "(6 % at first): the policy has collapsed.",
+        "below_constant": "Nothing learned",
+        "off_policy": "optim/ess_tokens is 0.0475 (below 0.3), optim/kl_sample_train_k3 is 10.2 (above 0.05)",
+    },
+    "smol_ppo": {"critic": "it explains 0 % of their variance after 16 steps"},
     "smol_cut": {"below_constant": "eval/pass@1 is 0 after training", "cut_off": "Set sampling.max_tokens: 2."},
 }
 

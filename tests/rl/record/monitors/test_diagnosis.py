@@ -1,0 +1,71 @@
+"""What monitors show of the diagnosis: new findings during the run, all of them at its end."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from tests.rl.scripted_run import run, settings
+from tinsmith.rl.record.monitors.background import BackgroundMonitor
+from tinsmith.rl.record.monitors.base import Monitor, Monitors
+
+UNREWARDED = [{"type": "format", "pattern": "never"}]
+
+
+def printed(folder: Path, **changes) -> str:
+    console = Console(file=io.StringIO(), width=500)
+    run(settings(folder, monitors=[{"type": "console"}], **changes), console=console)
+    return console.file.getvalue()
+
+
+def test_console_prints_findings_as_they_arise_and_at_the_end(tmp_path):
+    text = printed(tmp_path / "run", rewards=UNREWARDED, eval={"every": 0})
+    live = [
+        line for line in text.splitlines() if line.startswith("error: step 5: None of the 5 steps updated the weig")
+    ]
+    assert len(live) == 1
+    assert text.splitlines()[-2] == (
+        "diagnosis: none of 8 steps updated the weights: equal rewards in every group in 8"
+    )
+    assert text.splitlines()[-1].startswith("error: None of the 8 steps updated the weights: in all every reply to a")
+    assert "Set group_size: 8" in text.splitlines()[-1]
+
+
+def test_console_of_a_healthy_run_says_that_there_are_none(tmp_path):
+    text = printed(tmp_path / "run", steps=4)
+    assert text.splitlines()[-1] == "diagnosis: all 4 steps updated the weights; no findings"
+
+
+def test_resumed_run_is_diagnosed_as_a_whole(tmp_path):
+    printed(tmp_path / "run", rewards=UNREWARDED, steps=4)
+    assert "none of 8 steps updated the weights" in printed(tmp_path / "run", rewards=UNREWARDED, steps=8)
+
+
+class Recording(Monitor):
+    """Keeps what it is handed."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, tuple[str, ...]]] = []
+
+    def metrics(self, step, values) -> None:
+        """Not kept."""
+
+    def rollouts(self, step, kind, groups) -> None:
+        """Not kept."""
+
+    def diagnosis(self, step, diagnosis) -> None:
+        self.calls.append((step, tuple(each.name for each in diagnosis.findings)))
+
+    def close(self) -> None:
+        self.calls.append((-1, ()))
+
+
+def test_monitors_receive_changes_and_the_last_diagnosis(tmp_path):
+    monitor = Recording()
+    monitors = Monitors([BackgroundMonitor(monitor)])
+    for step in range(1, 9):
+        monitors.metrics(step, {"reward/mean": 0.0, "groups/constant": 1.0, "optim/skipped": 1.0})
+    monitors.close()
+    assert monitor.calls == [(5, ("no_update",)), (8, ("no_update",)), (-1, ())]
