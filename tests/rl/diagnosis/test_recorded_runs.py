@@ -42,6 +42,10 @@ SICK: dict[str, dict[str, str]] = {
     },
     "useless_critic": {"critic": "it explains 0 % of their variance after 20 steps"},
     "too_old": {"off_policy": "optim/kl_sample_train_k3 is 0.301 (above 0.05). Set staleness: 3."},
+    "smol_high": {
+        "learning_rate_high": "rate is 3, and the reward has not risen. Set optimizer.learning_rate: 0.0003.",
+        "below_constant": "the best constant answer has 0.0938. Set optimizer.learning_rate: 0.0003. Then start again.",
+    },
     "smol_rate_high": {
         "equal_replies": "100 % of the replies to different held-out tasks are the same text (42 % at first)",
         "below_constant": "eval/pass@1 is 0 after training, and the best constant answer has 0.125. Set optimizer.lear",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tinsmith.rl.diagnosis import outcome, policy, signal
+from tinsmith.rl.diagnosis import outcome, policy, signal, thresholds
 from tinsmith.rl.diagnosis.evidence import Evidence
 from tinsmith.rl.diagnosis.findings import Diagnosis
 
@@ -21,11 +21,15 @@ def diagnose(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
     evidence = Evidence(settings, rows)
     counts = signal.signal_of(evidence)
     of_policy = [*policy.findings(evidence)]
-    damaged = any(finding.name in policy.DAMAGES for finding in of_policy)
-    of_signal = signal.findings(evidence, counts, damaged=damaged)
-    findings = [*of_policy, *of_signal, *outcome.findings(evidence, damaged=damaged)]
-    if damaged:
-        findings = [each for each in findings if each.name not in ("entropy_collapse", "learning_rate_high")]
+    names = {finding.name for finding in of_policy}
+    damaged = bool(names & policy.DAMAGES)
+    hidden = {"entropy_collapse", "learning_rate_high"} if damaged else set[str]()
+    too_fast = "learning_rate_high" in names and counts.updates < thresholds.UPDATED.value * len(evidence.trained)
+    findings = [
+        *(finding for finding in of_policy if finding.name not in hidden),
+        *signal.findings(evidence, counts, damaged=damaged or too_fast),
+        *outcome.findings(evidence, damaged=damaged or too_fast),
+    ]
     if len(findings) > 1:  # the others say why
         findings = [each for each in findings if each.name != "reward_flat"]
     return Diagnosis(

@@ -15,9 +15,10 @@ UNREWARDED = [{"type": "format", "pattern": "never"}]
 
 
 def printed(folder: Path, **changes) -> str:
-    console = Console(file=io.StringIO(), width=500)
-    run(settings(folder, monitors=[{"type": "console"}], **changes), console=console)
-    return console.file.getvalue()
+    output = io.StringIO()
+    config = settings(folder, monitors=[{"type": "console"}], **changes)
+    run(config, console=Console(file=output, width=500))
+    return output.getvalue()
 
 
 def test_console_prints_findings_as_they_arise_and_at_the_end(tmp_path):
