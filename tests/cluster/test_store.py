@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -18,12 +17,12 @@ import httpx
 import pytest
 
 from tests.cluster.conftest import RayCluster
-from tests.cluster.hidden import blind_python, can_hide
+from tests.cluster.hidden import blind, blind_python, can_hide
 from tests.service.support.inprocess import Api, api, trained
 from tinsmith.engine.adapters.access import fault_of_store
 from tinsmith.engine.adapters.store import ObjectStore
 from tinsmith.engine.cluster.config import ClusterConfig
-from tinsmith.engine.processes.slots import LocalSlot, read_file
+from tinsmith.engine.processes.slots import LocalSlot
 from tinsmith.service.engines.clusters import ClusterFactory, engine_factory
 from tinsmith.service.storage.records import Checkpoint, Model
 
@@ -42,17 +41,7 @@ def hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     data.mkdir()
     monkeypatch.setattr(sys, "executable", blind_python(tmp_path, data).path)
 
-    async def read(self: LocalSlot, path: Path, limit: int) -> bytes | None:
-        command = [
-            sys.executable,
-            "-c",
-            "import sys; sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())",
-            str(path),
-        ]
-        done = await asyncio.to_thread(subprocess.run, command, capture_output=True)
-        return done.stdout if done.returncode == 0 else None
-
-    monkeypatch.setattr(LocalSlot, "read", read)
+    monkeypatch.setattr(LocalSlot, "run", blind(LocalSlot.run))
     return data
 
 
@@ -87,9 +76,6 @@ def test_sampler_moves_to_a_machine_that_does_not_see_the_folder(
     start = engine_factory(cluster, data, options["store"], LIMIT)
     assert isinstance(start, ClusterFactory)
 
-    async def read(self: LocalSlot, path: Path, limit: int) -> None:
-        return None
-
     async def main() -> None:
         async with api(data, start, **options) as app:
             app.http.timeout = 300
@@ -104,7 +90,7 @@ def test_sampler_moves_to_a_machine_that_does_not_see_the_folder(
             assert isinstance(slot, LocalSlot)
             assert slot.process is not None
             slot.machine = "elsewhere"
-            monkeypatch.setattr(LocalSlot, "read", read)
+            monkeypatch.setattr(LocalSlot, "run", blind(LocalSlot.run))
             monkeypatch.setattr(sys, "executable", blind_python(tmp_path, data).path)
             os.kill(slot.process.pid, signal.SIGKILL)
             await slot.process.died.wait()
@@ -129,12 +115,7 @@ def test_bits_on_ray(
     """Fails if a node agent does not pass the store on. Its machines are this one, set to see nothing."""
     from tinsmith.engine.processes.ray_slots import RaySlot
 
-    run = RaySlot.run
-
-    async def run_blind(self: RaySlot, function: Any, *args: Any) -> Any:
-        return None if function is read_file else await run(self, function, *args)
-
-    monkeypatch.setattr(RaySlot, "run", run_blind)
+    monkeypatch.setattr(RaySlot, "run", blind(RaySlot.run))
     cluster = ClusterConfig(address=ray_cluster.address, trainers=2, samplers=1, cache=tmp_path / "cache")
     url = (tmp_path / "store").as_uri()
     assert asyncio.run(_run(tmp_path / "data", tiny_llama, cluster, store=url)) == seen

@@ -6,7 +6,6 @@ standard output, and reads the offset of its wall clock from a file. Its engine,
 
 from __future__ import annotations
 
-import asyncio
 import json
 import mmap
 import os
@@ -26,10 +25,11 @@ from urllib.request import Request, urlopen
 
 import psutil
 
+from tests.cluster.hidden import blind
 from tests.service.support.databases import free_port
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.processes.client import start_local
-from tinsmith.engine.processes.slots import LocalSlot, read_file
+from tinsmith.engine.processes.slots import LocalSlot
 from tinsmith.processes.parent import watch_parent
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.engines.host import RunningEngine
@@ -281,12 +281,8 @@ def _skew_clock(file: Path) -> None:
 
 def _start_blind(python: str) -> None:
     """Start the processes of slots with a Python that does not see the data folder."""
-
-    async def run_blind(slot: LocalSlot, function: Any, *args: Any) -> Any:
-        return None if function is read_file else await asyncio.to_thread(function, *args)
-
     sys.executable = python
-    LocalSlot.run = run_blind  # type: ignore[method-assign]
+    LocalSlot.run = blind(LocalSlot.run)  # type: ignore[method-assign]
 
 
 def main() -> None:
