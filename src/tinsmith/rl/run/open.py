@@ -160,26 +160,33 @@ async def _parts(
             learner.restore(state)
         (state.random if state else RandomStates.seeded(config.seed)).restore()
         await batches.restore(state.batches if state else SavedQueue())
-        ending = EndCondition(config.until, state.ending if state else {})
-        best = BestSoFar(config.checkpoint, state.best if state else None)
+        checkpoints = _checkpointer(config, folder, batches, learner, resources)
         yield Run(
             config=config,
             batches=batches,
             learner=learner,
             evaluator=_evaluator(config, held_out, resources, runner),
             recorder=recorder,
-            checkpoints=Checkpointer(
-                config=config,
-                folder=folder,
-                batches=batches,
-                learner=learner,
-                ending=ending,
-                best=best,
-                store=resources.store,
-            ),
-            ending=ending,
+            checkpoints=checkpoints,
+            ending=checkpoints.ending,
             stop=stop,
         )
+
+
+def _checkpointer(
+    config: RunConfig, folder: RunFolder, batches: BatchQueue, learner: Learner, resources: RolloutResources
+) -> Checkpointer:
+    """What saves checkpoints, with the conditions and the best evaluation of the state that the run continues from."""
+    state = folder.state
+    return Checkpointer(
+        config=config,
+        folder=folder,
+        batches=batches,
+        learner=learner,
+        ending=EndCondition(config.until, state.ending if state else {}),
+        best=BestSoFar(config.checkpoint, state.best if state else None),
+        store=resources.store,
+    )
 
 
 def _announce(config: RunConfig, algorithm: Algorithm, console: Console) -> None:
