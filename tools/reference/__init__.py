@@ -26,6 +26,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "server-losses": losses.table,
     "architectures": architectures.table,
     "run-metrics-trinity": metrics.trinity_names,
+    "diagnosis-bounds": metrics.diagnosis_bounds,
     "trinity-keys": dialects.trinity,
     "minds-keys": dialects.minds,
     "other-names": dialects.other_names,

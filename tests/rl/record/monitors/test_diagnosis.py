@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 from rich.console import Console
@@ -42,6 +43,20 @@ def test_console_of_a_healthy_run_says_that_there_are_none(tmp_path):
 def test_resumed_run_is_diagnosed_as_a_whole(tmp_path):
     printed(tmp_path / "run", rewards=UNREWARDED, steps=4)
     assert "none of 8 steps updated the weights" in printed(tmp_path / "run", rewards=UNREWARDED, steps=8)
+
+
+def test_report_begins_with_the_diagnosis_and_what_is_measured(tmp_path):
+    parts = [{"type": "format", "pattern": "y.*", "name": name, "weight": 0.25} for name in ("first", "second")]
+    run(settings(tmp_path / "run", rewards=parts, eval={"every": 3}, monitors=[{"type": "report"}]))
+    page = (tmp_path / "run" / "report.html").read_text()
+    headline, _, rest = page.partition('<h2 id="diagnosis">')
+    assert "held-out reward" in headline  # nothing says what is right, and 0.5 is below eval.threshold
+    assert "held-out tasks right" not in headline
+    assert "All 8 steps updated the weights." in rest.partition("<h2")[0]
+    assert "No findings." in rest.partition("<h2")[0]
+    assert "Parts of the reward" in rest
+    for chart in re.findall(r"<svg viewBox.*?</svg>", rest.partition('<h2 id="timeline')[0], re.DOTALL):
+        assert re.findall(r'text-anchor="middle">(\d+)<', chart) == ["0", "2", "4", "6", "8"]
 
 
 class Recording(Monitor):

@@ -45,18 +45,23 @@ def smooth(points: Sequence[Point], share: float = 0.1) -> tuple[Point, ...]:
     return tuple(means)
 
 
-def svg(curves: Sequence[Curve], *, floor: float | None = None, ceiling: float | None = None) -> str:
+def svg(
+    curves: Sequence[Curve], *, floor: float | None = None, ceiling: float | None = None, span: Point | None = None
+) -> str:
     """Return a chart of curves over steps, or an empty string without points.
 
-    The y axis always includes `floor` and `ceiling`.
+    The y axis always includes `floor` and `ceiling`, and the x axis goes over `span`, so that charts of one page have
+    one axis; without it, over the points.
     """
     points = [point for curve in curves for point in curve.points if math.isfinite(point[1])]
     if not points:
         return ""
     xs, ys = [x for x, _ in points], [y for _, y in points]
-    x_ticks = _ticks(min(xs), max(max(xs), min(xs) + 1), 6)
+    first, last = (min([*xs, *(span or ())]), max([*xs, *(span or ())]))
+    last = max(last, first + 1)
+    x_ticks = [tick for tick in _ticks(first, last, 6) if tick == round(tick)]
     y_ticks = _ticks(min([*ys, *_optional(floor)]), max([*ys, *_optional(ceiling)]), 4)
-    plane = _Plane((min(xs), max(max(xs), min(xs) + 1)), (y_ticks[0], y_ticks[-1]))
+    plane = _Plane((first, last), (y_ticks[0], y_ticks[-1]))
     parts = [_grid(plane, x_ticks, y_ticks)]
     parts += [_line(plane, curve) for curve in sorted(curves, key=lambda curve: not curve.faint)]
     shown = [curve for curve in curves if not curve.faint and not curve.dashed]
