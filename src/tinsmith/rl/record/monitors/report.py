@@ -227,8 +227,8 @@ class _Charts:
 
 def _parts(rows: Sequence[Row]) -> dict[str, tuple[tuple[float, float], ...]]:
     """The parts of the reward, if there are several."""
-    found = dict.fromkeys(match[1] for row in rows for name in row if (match := re.fullmatch(r"reward/([^/]+)", name)))
-    names = [name for name in found if name not in ("mean", "std", "kl", "kl_coef")]
+    parts = dict.fromkeys(match[1] for row in rows for name in row if (match := re.fullmatch(r"reward/([^/]+)", name)))
+    names = [name for name in parts if name not in ("mean", "std", "kl", "kl_coef")]
     return {name: _points(rows, f"reward/{name}") for name in names} if len(names) > 1 else {}
 
 
