@@ -125,6 +125,7 @@ def _rollout(rng: random.Random, step: int, task: str, index: int, level: float)
         "reward": None,
         "prompt": [1, 2, 3],
         "tokens": list(range(len(words))),
+        "token_texts": [f"{word} " for word in words],
         "logprobs": [-rng.random() for _ in words],
     }
     reward = float(is_right)

@@ -158,7 +158,7 @@ def test_text_of_models_and_files_is_escaped(dashboard: Made, tmp_path: Path) ->
         f"/runs/{run}",
         f"/compare?run={run}",
         f"/runs/{run}/rollouts",
-        f"/runs/{run}/rollouts/train-20-0",
+        f"/runs/{run}/rollouts/train-20-0?color=logprob",
         f"/runs?q={HOSTILE}",
     ):
         response = browser.get(path)

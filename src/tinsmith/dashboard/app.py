@@ -24,6 +24,7 @@ from tinsmith.dashboard.run_pages import RunPages
 from tinsmith.dashboard.runs import Runs
 from tinsmith.dashboard.service_pages import ServicePages
 from tinsmith.dashboard.service_state import ServiceClient
+from tinsmith.rl.history.rollout_html import STYLE
 
 _FORM_BYTES = 8192
 _TYPES = {".css": "text/css", ".js": "text/javascript", ".txt": "text/plain"}
@@ -127,6 +128,8 @@ def _static(request: Request) -> Response:
     folder = files("tinsmith.dashboard") / "static"
     names = {each.name for each in folder.iterdir()}
     name = request.path_params["name"]
+    if name == "rollout.css":
+        return Response(STYLE, media_type=_TYPES[".css"], headers={"cache-control": _CACHED})
     if name not in names:
         raise HTTPException(404)
     kind = _TYPES.get(Path(name).suffix, "application/octet-stream")

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 from tinsmith.dashboard.access import Access, cookie_of
+from tinsmith.rl.history.rollout_html import STYLE
 
 
 class Pages:
@@ -29,6 +30,7 @@ class Pages:
     def _version(self) -> str:
         """Changes with the static files, so that browsers may keep them."""
         contents = sorted((each.name, each.read_bytes()) for each in (files("tinsmith.dashboard") / "static").iterdir())
+        contents.append(("rollout.css", STYLE.encode()))
         return hashlib.sha256(repr(contents).encode()).hexdigest()[:12]
 
     @cached_property

@@ -13,6 +13,8 @@ from starlette.routing import Route
 from tinsmith.dashboard.pages import Pages
 from tinsmith.dashboard.runs import Runs
 from tinsmith.rl.history import RolloutFilter, Sort
+from tinsmith.rl.history.rollout_html import rollout_html
+from tinsmith.rl.history.transcript import Measure
 
 _ROWS = 50
 _INDEX_S = 0.5
@@ -74,8 +76,20 @@ class RolloutPages:
         row = index.row(request.path_params["rollout"]) if index is not None else None
         if entry is None or index is None or row is None:
             return self._unknown(request)
-        group = [(each, index.read(each)) for each in index.group(row)[:_GROUP]]
-        return self._pages.render(request, "rollout.html", live=False, entry=entry, row=row, group=group)
+        color = request.query_params.get("color", "")
+        measure: Measure | None = color if color in get_args(Measure) else None  # type: ignore[assignment]
+        group = [(each, rollout_html(index.read(each), measure, with_task=False)) for each in index.group(row)[:_GROUP]]
+        return self._pages.render(
+            request,
+            "rollout.html",
+            live=False,
+            entry=entry,
+            row=row,
+            whole=rollout_html(index.read(row), measure),
+            group=group,
+            measure=measure or "",
+            measures=("", *get_args(Measure)),
+        )
 
     def _unknown(self, request: Request) -> Response:
         text = "Its run or its step is not there any more, or never was."
