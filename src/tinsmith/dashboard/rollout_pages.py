@@ -17,7 +17,7 @@ from tinsmith.rl.history.rollout_html import rollout_html
 from tinsmith.rl.history.transcript import Measure
 
 _ROWS = 50
-_INDEX_S = 0.5
+_INDEX_S = 0.3
 """Time that a page may add files to the index; the page says how many are left, and goes on as it refreshes."""
 _GROUP = 64
 """Most rollouts of a group that one page shows."""
