@@ -143,11 +143,11 @@ def test_live_page_keeps_scroll_selection_and_what_is_open(tmp_path: Path) -> No
             with (folder / "metrics.jsonl").open("a") as metrics:
                 metrics.write(json.dumps({"step": 21, "reward/mean": 0.4321}) + "\n")
             await page.until("""document.querySelector('[data-metric="reward/mean"]').textContent === '0.4321'""")
-            kept = await page.evaluate(
+            state = await page.evaluate(
                 "[document.querySelector('#metrics').open, document.querySelector('input[name=metric]').checked,"
                 "getSelection().toString(), scrollY, window.canvas === document.querySelector('canvas')]"
             )
-            assert kept == [True, True, "runs/live", 300, True]
+            assert state == [True, True, "runs/live", 300, True]
 
     with served(tmp_path / "runs") as url:
         asyncio.run(look(url))
