@@ -14,9 +14,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     __version__: str
 
+    from tinsmith.rl.algorithms.advantages.base import Trace
     from tinsmith.rl.config import RunConfig
     from tinsmith.rl.environments.base import EnvironmentOptions
-    from tinsmith.rl.plugins import advantage, environment, reward, workflow
+    from tinsmith.rl.plugins import (
+        advantage,
+        algorithm,
+        callback,
+        environment,
+        evaluation,
+        group_filter,
+        loss,
+        monitor,
+        order,
+        reward,
+        source,
+        workflow,
+    )
     from tinsmith.rl.record.monitors.jsonl import read_metrics
     from tinsmith.rl.rewards import make_reward
     from tinsmith.rl.rewards.base import Reward, Score
@@ -45,18 +59,27 @@ __all__ = [
     "ServeConfig",
     "Task",
     "Terminated",
+    "Trace",
     "TrainResult",
     "Trajectory",
     "Turn",
     "WorkflowOptions",
     "WorkflowPolicy",
     "advantage",
+    "algorithm",
+    "callback",
     "embedded",
     "environment",
+    "evaluation",
+    "group_filter",
+    "loss",
     "make_reward",
+    "monitor",
     "open_run",
+    "order",
     "read_metrics",
     "reward",
+    "source",
     "train",
     "workflow",
 ]
@@ -77,18 +100,27 @@ _MODULES = {
     "ServeConfig": "tinsmith.service.config",
     "Task": "tinsmith.rl.types",
     "Terminated": "tinsmith.rl.workflows.conversation",
+    "Trace": "tinsmith.rl.algorithms.advantages.base",
     "TrainResult": "tinsmith.runner",
     "Trajectory": "tinsmith.rl.types",
     "Turn": "tinsmith.rl.types",
     "WorkflowOptions": "tinsmith.rl.workflows.base",
     "WorkflowPolicy": "tinsmith.rl.workflows.base",
     "advantage": "tinsmith.rl.plugins",
+    "algorithm": "tinsmith.rl.plugins",
+    "callback": "tinsmith.rl.plugins",
     "embedded": "tinsmith.service.embedded",
     "environment": "tinsmith.rl.plugins",
+    "evaluation": "tinsmith.rl.plugins",
+    "group_filter": "tinsmith.rl.plugins",
+    "loss": "tinsmith.rl.plugins",
     "make_reward": "tinsmith.rl.rewards",
+    "monitor": "tinsmith.rl.plugins",
     "open_run": "tinsmith.runner",
+    "order": "tinsmith.rl.plugins",
     "read_metrics": "tinsmith.rl.record.monitors.jsonl",
     "reward": "tinsmith.rl.plugins",
+    "source": "tinsmith.rl.plugins",
     "train": "tinsmith.runner",
     "workflow": "tinsmith.rl.plugins",
 }

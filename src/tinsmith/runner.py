@@ -239,6 +239,7 @@ def own_service(settings: RunConfig) -> ServeConfig:
         models=(f"{settings.model.name}={service.source}" if service.source else settings.model.name,),
         data=Layout(folder_path(settings)).service,
         engine=service.engine,
+        custom_losses=True,  # of this run alone
         **{name: service.__dict__[name] for name in device},
     )
 

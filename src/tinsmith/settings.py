@@ -319,7 +319,10 @@ def _within(key: str, overridden: Sequence[str]) -> bool:
 def _joined_branches(faults: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     """The faults, with one fault in place of those of a key that takes several kinds of value: a text or a number."""
     joined: dict[tuple[Any, ...], ErrorDetails] = {}
+    unknown = {fault["loc"][:-1] for fault in faults if fault["type"] == "literal_error" and fault["loc"][-1] == "type"}
     for number, fault in enumerate(faults):
+        if fault["type"] == "missing" and fault["loc"][:-1] in unknown:
+            continue  # what a section of a wrong type lacks means nothing
         *place, branch = fault["loc"] or ("",)
         kinds = str(fault.get("ctx", {}).get("expected", "")) if str(branch).startswith("literal[") else ""
         kinds = kinds or _BRANCHES.get(str(branch), "")
@@ -355,7 +358,7 @@ def _sentence(kind: type[BaseModel], fault: ErrorDetails, values: Mapping[str, A
         case name if name in _EXPECTED:
             return key, f"'{key}' takes {_expected(kind, fault)} {got}"
         case "literal_error":
-            return key, f"'{key}' takes {fault.get('ctx', {}).get('expected')} {got}"
+            return key, _no_such_literal(kind, parts, fault, values) or f"'{key}' takes {_literals(fault)} {got}"
         case name if name == _ONE_OF:
             return key, f"'{key}' takes {fault['msg']} {got}"
         case "too_short" | "too_long":
@@ -398,6 +401,20 @@ def _expected(kind: type[BaseModel], fault: ErrorDetails) -> str:
     if not (isinstance(name, str) and name.isidentifier() and _has_type(kind, fault["loc"])):
         return expected
     return expected.replace(_LIST, f"a list, such as [{{type: {name}}}]").replace("{a: 1}", f"{{type: {name}}}")
+
+
+def _literals(fault: ErrorDetails) -> str:
+    return str(fault.get("ctx", {}).get("expected"))
+
+
+def _no_such_literal(
+    kind: type[BaseModel], parts: Sequence[str], fault: ErrorDetails, values: Mapping[str, Any]
+) -> str:
+    """A sentence about an unknown type of a section whose only other types are a user's own; empty for other keys."""
+    section = ".".join(parts[:-1])
+    more = kind.more_types(values, section) if parts[-1] == "type" and issubclass(kind, Settings) else ()
+    context = {"tag": fault["input"], "expected_tags": _literals(fault).replace(" or ", ",")}
+    return _no_such_type(section, {**fault, "ctx": context}, more) if more else ""
 
 
 def _no_such_type(key: str, fault: ErrorDetails, more: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from tinsmith.dialects.unread import refuse_unread
 from tinsmith.dialects.wording import in_words_of
 from tinsmith.errors import ConfigError
 from tinsmith.overrides import COMMAND_LINE, apply_overrides, list_notes, override_key
-from tinsmith.rl import plugins
+from tinsmith.rl import plugin_files
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.plugins import Names
 from tinsmith.settings import build, nearest_name, parse_file, paths, resolve_interpolations, without_entries
@@ -85,7 +85,7 @@ def _mark(dialect: Dialect, values: Mapping[str, Any]) -> str:
 
 
 def _read_own(file: Path, values: Mapping[str, Any], overrides: Sequence[str]) -> RunFile:
-    place, values = str(file), plugins.located(values, file.parent)
+    place, values = str(file), plugin_files.located(values, file.parent)
     values = apply_overrides(values, overrides, RunConfig)
     values = resolve_interpolations(values, place, overridden=list(map(override_key, overrides)))
     return RunFile(settings=_named(build(RunConfig, values, place, overrides), file), notes=list_notes(overrides))
@@ -154,7 +154,7 @@ def _check_key(dialect: Dialect, key: str) -> None:
 def _plugin_names(overrides: Sequence[str]) -> Names:
     """The names registered in the plugin folder, which only an override can set for a foreign file."""
     folders = [override.removeprefix("plugins=") for override in overrides if override.startswith("plugins=")]
-    return plugins.plugin_names(Path(folders[-1])) if folders and folders[-1] else frozenset()
+    return plugin_files.plugin_names(Path(folders[-1])) if folders and folders[-1] else frozenset()
 
 
 def _named(settings: RunConfig, file: Path) -> RunConfig:

@@ -117,7 +117,14 @@ def checkpoint_names(config: RunConfig, path: Path) -> list[str]:
 
 
 def _evaluator(config: RunConfig, data: RunData, resources: RolloutResources, runner: RolloutRunner) -> Evaluator:
-    return Evaluator(config.eval, data.tasks[1], eval_workflow_maker(config, resources), config.seed, runner)
+    return Evaluator(
+        config.eval,
+        data.tasks[1],
+        eval_workflow_maker(config, resources),
+        config.seed,
+        runner,
+        sampling=config.sampling,
+    )
 
 
 def _write(file: Path, rows: Sequence[Mapping[str, float | str]]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from tinsmith.rl.data.tasks import HeldOutTasks
+from tinsmith.rl.evaluation_functions import CustomEvaluation, function_metrics
 from tinsmith.rl.policy.sampling import SamplingConfig, Snapshot, request_seed
 from tinsmith.rl.record.metrics import equal_replies, is_right, pass_at, reward_metrics, role_metrics, workflow_metrics
 from tinsmith.rl.rewards import RewardConfig, Rewards
@@ -72,6 +73,8 @@ class EvalConfig(Settings):
     """Reward functions of the evaluation; empty: the rewards of the run."""
     sources: dict[str, EvalSource] = Field(default_factory=dict)
     """Settings of single sources, by their names in tasks.eval; they override the keys above."""
+    functions: tuple[CustomEvaluation, ...] = ()
+    """Functions of your own from the policy to metrics, called at every evaluation (docs/code/extend.md)."""
     compare: bool = True
     """Compare the evaluations before the first step and after the last one, task by task: comparison.tsv and the report
     have the differences with confidence intervals and p-values. Nothing more is sampled. Needs `before` and `after`."""
@@ -146,8 +149,11 @@ class Evaluator:
         seed: int,
         runner: RolloutRunner,
         rewards: Rewards | None = None,
+        sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 - frozen
     ) -> None:
-        """`make_workflow` makes the workflow of a source from its name and settings. `rewards` score the baseline."""
+        """`make_workflow` makes the workflow of a source from its name and settings. `rewards` score the baseline.
+        `sampling`: settings of training, for the functions of `config`."""
+        self._sampling = config.sampling(sampling)
         self._config, self._seed, self._runner, self._rewards = config, seed, runner, rewards
         self._parts: list[_EvalPart] = []
         for name, tasks in held_out.items():
@@ -157,8 +163,8 @@ class Evaluator:
                 self._parts.append(_EvalPart(name, tuple(selected), workflow, settings.num_samples))
 
     def due(self, step: int, steps: int) -> bool:
-        """Whether to evaluate after `step`: it is due, and there are held-out tasks."""
-        return bool(self._parts) and self._config.due(step, steps)
+        """Whether to evaluate after `step`: it is due, and there are held-out tasks or functions."""
+        return bool(self._parts or self._config.functions) and self._config.due(step, steps)
 
     @property
     def sources(self) -> list[str]:
@@ -169,11 +175,13 @@ class Evaluator:
         """Evaluate the policy. Returns a group for each held-out task, and metrics of all tasks and each source."""
         results = await asyncio.gather(*(self._run_part(number, step, policy) for number in range(len(self._parts))))
         groups = tuple(group for part_groups in results for group in part_groups)
-        values = self._metrics(groups, "eval")
+        values = self._metrics(groups, "eval") if groups else {}
         for part, part_groups in zip(self._parts, results, strict=True):
             if part.name:
                 values |= self._metrics(part_groups, f"eval/{part.name}")
-        return groups, values
+        limited = self._runner.requests.around(policy)
+        functions = self._config.functions
+        return groups, values | await function_metrics(functions, step, limited, self._sampling, self._seed)
 
     async def _run_part(self, number: int, step: int, policy: Snapshot) -> tuple[Group, ...]:
         part, first = self._parts[number], sum(len(earlier.tasks) for earlier in self._parts[:number])

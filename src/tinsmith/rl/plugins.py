@@ -1,38 +1,122 @@
-"""Workflows, rewards, advantages and environments of users: a folder of Python files, and objects by their import path.
+"""Parts of one's own: the kinds of code that a run file or a Python object can name, and how it is found and called.
 
-`plugins: FOLDER` in a run file imports every .py file of the folder before the rest of the file is validated. An object
-decorated with `@workflow("name")`, `@reward("name")`, `@advantage("name")` or `@environment("name")` is then a type of
-that name; any importable object is `{type: custom, path: "module:attribute", args: {…}}`.
-docs/train/environments.md, rewards.md and algorithms.md say what can be decorated.
+A decorator such as `@reward("short")` registers a function or class of a file that the run file names in `plugins`
+(`plugin_files`); any importable object is `{type: custom, path: "module:attribute", args: {…}}`, and from Python the
+object itself. `KINDS` says where each kind stands in a run file. docs/code/extend.md has an example of each.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-import sys
+import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Annotated, Any, Literal, TypeVar
+from types import BuiltinFunctionType, FunctionType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import PlainSerializer, ValidationError
+from pydantic import Field, PlainSerializer, ValidationError
 
 from tinsmith import imports
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, TinsmithError
+from tinsmith.rl.guards.user_code import describe
 from tinsmith.settings import Settings, did_you_mean, sentences
 
-Kind = Literal["workflow", "reward", "advantage", "environment"]
+Kind = Literal[
+    "workflow", "reward", "advantage", "environment", "loss", "algorithm", "source", "order", "filter", "evaluation",
+    "monitor", "callback",
+]  # fmt: skip
 Names = frozenset[tuple[Kind, str]]
 T = TypeVar("T", bound=Callable[..., Any])
 S = TypeVar("S", bound=Settings)
-_MARK = "__tinsmith_part__"
-OWN_KEYS: Mapping[Kind, tuple[str, ...]] = {
-    "workflow": ("type", "path", "args", "timeout"),
-    "reward": ("type", "path", "args", "weight", "name", "role", "isolated"),
-    "advantage": ("type", "path", "args"),
-    "environment": ("type", "path", "args", "name", "weight", "sampling", "held_out"),
+MARK = "__tinsmith_part__"
+"""Attribute of a decorated object: its kind and name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartKind:
+    """Where parts of a kind stand in a run file.
+
+    Example: PartKind(sections=("algorithm.loss",), keys=())
+    """
+
+    sections: tuple[str, ...]
+    """Keys of a run file, or their last names; `*` is any name. A list of parts has the key of the list."""
+    keys: tuple[str, ...] = ()
+    """Keys beside `type`, `path` and `args` that are not arguments of the code."""
+    named: bool = False
+    """Whether the type is the default of the key `name`."""
+    contains: bool = False
+    """Whether a part may contain parts of other kinds."""
+
+    @property
+    def own_keys(self) -> tuple[str, ...]:
+        """Keys of the part itself; all others are arguments of its code."""
+        return ("type", "path", "args", *self.keys)
+
+
+KINDS: Mapping[Kind, PartKind] = {
+    "workflow": PartKind(sections=("workflow",), keys=("timeout",)),
+    "reward": PartKind(sections=("rewards",), keys=("weight", "name", "role", "isolated"), named=True),
+    "advantage": PartKind(sections=("advantage",)),
+    "environment": PartKind(
+        sections=("environments",), keys=("name", "weight", "sampling", "held_out"), named=True, contains=True
+    ),
+    "loss": PartKind(sections=("algorithm.loss",)),
+    "algorithm": PartKind(
+        sections=("algorithm",),
+        keys=(
+            "advantage",
+            "grouping",
+            "turn_discount",
+            "roles",
+            "loss",
+            "aggregate",
+            "kl",
+            "kl_penalty",
+            "entropy",
+            "reference",
+            "teacher",
+            "merge_replies",
+            "refill",
+            "mask_truncated",
+            "old_logprobs",
+            "correction",
+            "critic",
+        ),
+        contains=True,
+    ),
+    "source": PartKind(
+        sections=(
+            "tasks.train",
+            "tasks.eval",
+            "tasks.eval.*",
+            "environments.train",
+            "environments.eval",
+            "demonstrations.data",
+        )
+    ),
+    "order": PartKind(sections=("order",)),
+    "filter": PartKind(sections=("filters",)),
+    "evaluation": PartKind(sections=("eval.functions",), keys=("name",), named=True),
+    "monitor": PartKind(sections=("monitors",)),
+    "callback": PartKind(sections=("callbacks",)),
 }
-"""Keys of a custom part itself; all others are arguments of its code."""
+
+
+def kind_at(path: Sequence[str]) -> Kind | None:
+    """The kind of the parts at a key of a run file, without numbers of lists; None if none stands there."""
+    for kind, part in KINDS.items():
+        for section in part.sections:
+            names = section.split(".")
+            if len(names) <= len(path) and all(
+                name in ("*", key) for name, key in zip(names, path[-len(names) :], strict=True)
+            ):
+                return kind
+    return None
 
 
 def workflow(name: str) -> Callable[[T], T]:
@@ -46,7 +130,7 @@ def reward(name: str) -> Callable[[T], T]:
 
 
 def advantage(name: str) -> Callable[[T], T]:
-    """Decorator: register a function from rewards to advantages as the advantage `name`."""
+    """Decorator: register a function from the rewards, or the replies, of each group as the advantage `name`."""
     return _mark("advantage", name)
 
 
@@ -55,62 +139,59 @@ def environment(name: str) -> Callable[[T], T]:
     return _mark("environment", name)
 
 
-_SECTIONS: Mapping[str, Kind] = {
-    "rewards": "reward",
-    "workflow": "workflow",
-    "advantage": "advantage",
-    "environments": "environment",
-}
-"""Sections of a run file that take types of each kind."""
+def loss(name: str) -> Callable[[T], T]:
+    """Decorator: register a function of the tokens of a reply as the policy loss `name`."""
+    return _mark("loss", name)
 
 
-def located(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The values of a run file in `folder`, whose `plugins` is beside the file, or else in the working directory."""
-    plugins = values.get("plugins")
-    if not isinstance(plugins, str) or not plugins:
-        return dict(values)
-    beside = folder / Path(plugins).expanduser()
-    return {**values, "plugins": str(beside)} if beside.is_dir() else dict(values)
+def algorithm(name: str) -> Callable[[T], T]:
+    """Decorator: register a function that returns the parts of an algorithm as the algorithm `name`."""
+    return _mark("algorithm", name)
 
 
-def type_names(values: Mapping[str, Any], key: str) -> list[str]:
-    """The names that the plugins of a run file register as types of the section at `key`, such as rewards.0."""
-    section = [part for part in key.split(".") if not part.isdigit()][-1]
-    folder = values.get("plugins")
-    if section not in _SECTIONS or not folder:
-        return []
-    return sorted(name for kind, name in plugin_names(Path(str(folder))) if kind == _SECTIONS[section])
+def source(name: str) -> Callable[[T], T]:
+    """Decorator: register a function that returns tasks as the source `name`."""
+    return _mark("source", name)
 
 
-def plugin_names(folder: Path) -> Names:
-    """Kinds and names that the files of a folder register. Raises ConfigError if a file cannot be imported."""
-    return frozenset(part for part, _ in _parts(folder.expanduser()))
+def order(name: str) -> Callable[[T], T]:
+    """Decorator: register a function that orders the tasks of an epoch as the order `name`."""
+    return _mark("order", name)
 
 
-def apply_plugins(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a run file with types of its plugin folder replaced by `custom` ones. Raises ConfigError."""
-    result = dict(values)
-    folder = result.get("plugins")
-    if not folder:
-        return result
-    parts = dict(_parts(Path(str(folder)).expanduser()))
-    result = _with_custom_parts(result, parts)
-    if isinstance(result.get("eval"), Mapping):
-        result["eval"] = _with_custom_parts(result["eval"], parts)
-        sources = result["eval"].get("sources", {})
-        result["eval"]["sources"] = {name: _with_custom_parts(source, parts) for name, source in sources.items()}
-    if isinstance(result.get("stages"), list):
-        result["stages"] = [
-            _with_custom_parts(stage, parts) if isinstance(stage, Mapping) else stage for stage in result["stages"]
-        ]
-    return result
+def group_filter(name: str) -> Callable[[T], T]:
+    """Decorator: register a function that keeps or drops a group as the filter `name`."""
+    return _mark("filter", name)
+
+
+def evaluation(name: str) -> Callable[[T], T]:
+    """Decorator: register a function from the policy to metrics as the evaluation `name`."""
+    return _mark("evaluation", name)
+
+
+def monitor(name: str) -> Callable[[T], T]:
+    """Decorator: register a function of (step, metrics), or a class, as the monitor `name`."""
+    return _mark("monitor", name)
+
+
+def callback(name: str) -> Callable[[T], T]:
+    """Decorator: register a function of (run, step, metrics), or a class with hooks, as the callback `name`."""
+    return _mark("callback", name)
+
+
+def _mark(kind: Kind, name: str) -> Callable[[T], T]:
+    def mark(thing: T) -> T:
+        setattr(thing, MARK, (kind, name))
+        return thing
+
+    return mark
 
 
 def path_text(target: Any) -> str:
     """The import path of a function or class, as run.yaml records it; a path is returned as it is."""
     if isinstance(target, str):
         return target
-    target = inspect.unwrap(target)  # an object that a decorator made of a function
+    target = _unwrapped(target)
     named = target if isinstance(target, type | FunctionType | BuiltinFunctionType) else type(target)
     return f"{named.__module__}:{named.__qualname__}"
 
@@ -166,7 +247,8 @@ def check_signature(
     try:
         signature.bind(*positional, **args)
     except TypeError as error:
-        raise ValueError(_argument_fault(signature, path, positional, args, other_keys, str(error))) from error
+        fault = _argument_fault(signature, path, positional, args, other_keys, str(error))
+        raise ValueError(f"{fault}{_see(function)}") from error
 
 
 def _argument_fault(
@@ -204,82 +286,150 @@ async def await_if_needed(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def _mark(kind: Kind, name: str) -> Callable[[T], T]:
-    def mark(thing: T) -> T:
-        setattr(thing, _MARK, (kind, name))
-        return thing
+def named_arguments(
+    function: Callable[..., Any],
+    path: str,
+    available: Sequence[str],
+    args: Mapping[str, Any],
+    other_keys: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """The parameters of a function that a run passes to it, among those that are `available`, all by keyword.
 
-    return mark
-
-
-def _parts(folder: Path) -> Iterator[tuple[tuple[Kind, str], str]]:
-    """((kind, name), import path) of every object that the files of the folder register."""
-    if not folder.is_dir():
-        raise ConfigError(
-            f"plugins: there is no folder {folder}.",
-            "Check the path; in a run file it is relative to the file, or else to the working directory.",
+    Raises ValueError unless the function takes them and `args`, and nothing else.
+    """
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    taken = tuple(name for name in available if takes_all or name in parameters)
+    if twice := sorted(args.keys() & set(available)):
+        raise ValueError(f"{path}: the run itself passes '{twice[0]}'; leave it out{_see(function)}")
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and name not in (*taken, *args)
+    ]
+    if missing:
+        raise ValueError(
+            f"{path} has the parameter '{missing[0]}', which is neither one that a run passes "
+            f"({', '.join(available)}) nor set in the run file{_see(function)}"
         )
-    resolved = str(folder.resolve())
-    if resolved not in sys.path:
-        sys.path.append(resolved)  # so that the files can import each other
-    for file in sorted(folder.glob("*.py")):
-        module = _module(file)
-        for name, thing in vars(module).items():
-            if isinstance(thing, type | FunctionType) and thing.__module__ == module.__name__ and _MARK in vars(thing):
-                yield vars(thing)[_MARK], f"{module.__name__}:{name}"
+    unknown = sorted(args.keys() - parameters.keys()) if not takes_all else []
+    if unknown:
+        options = [name for name in parameters if name not in taken]
+        suggestion = did_you_mean(unknown[0], [*options, *other_keys])
+        takes = f"It takes: {', '.join(options)}" if options else "It takes no arguments"
+        fault = " ".join(filter(None, (f"{path} has no argument '{unknown[0]}'.", suggestion, takes)))
+        raise ValueError(f"{fault}{_see(function)}")
+    return taken
 
 
-def _module(file: Path) -> ModuleType:
-    """Import a plugin. Raises ConfigError."""
+def place_of(target: Any) -> str:
+    """FILE:LINE of a function, a class or the class of an object; empty if it has no source."""
+    target = _unwrapped(target)
+    if isinstance(target, FunctionType):
+        return _place(target.__code__.co_filename, target.__code__.co_firstlineno)
+    kind = target if isinstance(target, type) else type(target)
     try:
-        return imports.import_file(file)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"plugins: {file} imports {error.name}, which is not installed.",
-            "Install it, or write the file without it: docs/train/environments.md.",
-        ) from error
-    except ImportError as error:
-        raise ConfigError(f"plugins: {file} cannot be imported: {error}") from error
-    except Exception as error:
-        raise ConfigError(f"plugins: {file} cannot be imported: {type(error).__name__}: {error}") from error
+        return _place(inspect.getsourcefile(kind) or "", inspect.getsourcelines(kind)[1])
+    except (OSError, TypeError):
+        return ""
 
 
-def _with_custom_parts(section: Mapping[str, Any], parts: Mapping[tuple[Kind, str], str]) -> dict[str, Any]:
-    result = dict(section)
-    if isinstance(result.get("workflow"), Mapping):
-        result["workflow"] = _custom("workflow", result["workflow"], parts)
-    if isinstance(result.get("rewards"), list | tuple):
-        result["rewards"] = [
-            _custom("reward", entry, parts) if isinstance(entry, Mapping) else entry for entry in result["rewards"]
-        ]
-    if isinstance(result.get("environments"), list | tuple):
-        result["environments"] = [
-            _custom("environment", _with_custom_parts(entry, parts), parts) if isinstance(entry, Mapping) else entry
-            for entry in result["environments"]
-        ]
-    if isinstance(result.get("algorithm"), Mapping):
-        result["algorithm"] = _with_custom_advantages(result["algorithm"], parts)
-    return result
+def _place(file: str, line: int) -> str:
+    path = Path(file)
+    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line}"
 
 
-def _with_custom_advantages(section: Mapping[str, Any], parts: Mapping[tuple[Kind, str], str]) -> dict[str, Any]:
-    result = dict(section)
-    if isinstance(result.get("advantage"), Mapping):
-        result["advantage"] = _custom("advantage", result["advantage"], parts)
-    if isinstance(result.get("roles"), Mapping):
-        result["roles"] = {
-            name: _with_custom_advantages(role, parts) if isinstance(role, Mapping) else role
-            for name, role in result["roles"].items()
-        }
-    return result
+def _unwrapped(target: Any) -> Any:
+    """The function that decorators and partial made an object of."""
+    while isinstance(target, functools.partial):
+        target = target.func
+    return inspect.unwrap(target)
 
 
-def _custom(kind: Kind, part: Mapping[str, Any], parts: Mapping[tuple[Kind, str], str]) -> dict[str, Any]:
-    path = parts.get((kind, str(part.get("type"))))
-    if path is None:
-        return dict(part)
-    own = {key: value for key, value in part.items() if key in OWN_KEYS[kind]}
-    args = {key: value for key, value in part.items() if key not in own}
-    if kind in ("reward", "environment"):
-        own.setdefault("name", part["type"])
-    return {**own, "type": "custom", "path": path, "args": {**args, **dict(own.get("args", {}))}}
+def _see(target: Any) -> str:
+    """The end of a sentence about user code: where it is."""
+    place = place_of(target)
+    return f". See {place}" if place else ""
+
+
+class CustomPart(Settings):
+    """Code of a user, selected by its import path."""
+
+    kind: ClassVar[Kind]
+    """The kind of part."""
+
+    path: ImportPath
+    """Import path, module:attribute: `my_package.parts:name`, or `parts:name` for parts.py in `plugins`. From Python,
+    also the object itself."""
+    args: Arguments = Field(default_factory=dict)
+    """Keyword arguments of the code, or fields of its settings class."""
+
+    @property
+    def label(self) -> str:
+        """Kind, import path and place of the code, for messages."""
+        place = place_of(import_object(self.path))
+        return f"{self.kind} {path_text(self.path)}{f' ({place})' if place else ''}"
+
+    def function_of(self, *positional: str, named: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[str, ...]]:
+        """The function at the path, with `args`, and which of the `named` values it takes.
+
+        What it raises is raised as ConfigError that names its file and line. Raises ValueError unless it takes the
+        positional arguments of these names.
+        """
+        target, path, keys = import_object(self.path), path_text(self.path), KINDS[self.kind].own_keys
+        if not callable(target):
+            raise ValueError(f"{path} is not a function{_see(target)}")
+        taken: tuple[str, ...] = ()
+        if named:
+            taken = named_arguments(target, path, named, self.args, keys)
+        else:
+            check_signature(target, path, positional, self.args, keys)
+
+        def call(*values: Any, **more: Any) -> Any:
+            with self.errors_named():
+                return target(*values, **more, **self.args)
+
+        return call, taken
+
+    def settings_of(self, kind: type[S]) -> S | None:
+        """The settings object, if the path names a class derived from `kind`; None for other code."""
+        target = import_object(self.path)
+        if isinstance(target, type) and issubclass(target, kind):
+            return validated(target, path_text(self.path), self.args)
+        return None
+
+    @contextmanager
+    def errors_named(self) -> Iterator[None]:
+        """Raise what user code raises as ConfigError that names the code and the line that failed."""
+        try:
+            yield
+        except TinsmithError:
+            raise
+        except (Exception, SystemExit) as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            at = next((frame for frame in reversed(frames) if not _is_library(frame.filename)), None)
+            place = f" at {_place(at.filename, at.lineno or 0)}" if at else ""
+            text = describe(error).rstrip(".")
+            raise ConfigError(f"The {self.label} failed{place}: {text}.", "Correct its code.") from error
+
+    def number(self, value: Any, name: str = "") -> float:
+        """A finite number that the code returned. Raises ConfigError for anything else."""
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if isinstance(value, str) or not math.isfinite(number):
+            place = f" as {name}" if name else ""
+            raise self.fault(f"returned {value!r:.80}{place}", "Return finite numbers.")
+        return number
+
+    def fault(self, what: str, fix: str) -> ConfigError:
+        """The error about something wrong that the code returned."""
+        return ConfigError(f"The {self.label} {what}.", fix)
+
+
+def _is_library(file: str) -> bool:
+    """Whether a file belongs to this package or to an installed one."""
+    return "site-packages" in file or Path(file).is_relative_to(Path(__file__).parents[2]) or file.startswith("<frozen")

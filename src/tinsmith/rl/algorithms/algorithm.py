@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from tinsmith.rl.algorithms.advantages.base import Advantages, Trace, trace_from
 from tinsmith.rl.algorithms.advantages.per_token import GaeAdvantage
 from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.algorithms.grouping import ComparisonGroup, advantages_by_role, comparison_groups
+from tinsmith.rl.algorithms.losses.user_code import CustomLoss
 from tinsmith.rl.algorithms.regularizers import divergence
 from tinsmith.rl.algorithms.updates import BatchUpdates, Unit, UpdatesConfig, units_of_demonstrations
 from tinsmith.rl.policy.trainer import Update, UpdateResult
@@ -41,6 +43,11 @@ def check_packages(
     if loss_dispatch.server_loss(config, extensions, anchored=_is_anchored(config, updates)) is None:
         loss = f"the server has no loss {config.loss.type} with these terms"
         require_torch(f"algorithm {config.type}: {loss}, and computing it here")
+
+
+def uploadable(config: AlgorithmConfig, updates: UpdatesConfig) -> Callable[..., Any]:
+    """The loss of a row that a server which runs uploaded losses can compute. Raises ValueError, which says why not."""
+    return loss_dispatch.uploadable(config, anchored=_is_anchored(config, updates))
 
 
 def _is_anchored(config: AlgorithmConfig, updates: UpdatesConfig) -> bool:
@@ -73,10 +80,11 @@ class Algorithm:
         seed: int,
         group_size: int = 1,
         updates: UpdatesConfig | None = None,
+        uploaded: str = "",
     ) -> None:
         """`extensions`: loss inputs that the server adds to the Tinker API; `columns`: sources of `config.columns`;
         `group_size`: rollouts of a task; above 1, a trajectory without siblings is not trained on; `updates`: optimizer
-        steps of a batch, one if not given.
+        steps of a batch, one if not given; `uploaded`: id of the loss at the server, if it was uploaded.
 
         Raises ConfigError if the source of a column is missing, or if the loss is computed here without PyTorch.
         """
@@ -87,16 +95,23 @@ class Algorithm:
             raise ConfigError(f"algorithm: {config.type} reads {', '.join(missing)}, which no source provides.")
         self._config, self._columns, self._seed, self._group_size = config, columns, seed, group_size
         check_packages(config, self._updates, extensions)
-        self._server_loss = loss_dispatch.server_loss(config, extensions, anchored=self._anchored)
+        self._server_loss = loss_dispatch.server_loss(config, extensions, anchored=self._anchored, uploaded=uploaded)
         self._kl_coef, self._penalty_coef = config.kl.coef, config.kl_penalty.coef
 
     @property
     def loss_location(self) -> str:
         """Description of where the loss is computed, for display."""
+        name = (
+            self._config.loss.label.removeprefix("loss ")
+            if isinstance(self._config.loss, CustomLoss)
+            else self._config.loss.type
+        )
+        if self._server_loss is not None and self._server_loss.name == loss_dispatch.UPLOADED:
+            return f"{name}, uploaded to the server"
         if self._server_loss is not None:
             anchor = ", relative to logprobs of one forward pass a batch" if self._anchored else ""
             return f"the server's {self._server_loss.name}{anchor}"
-        return f"{self._config.loss.type}, computed here, which costs one more forward pass a step"
+        return f"{name}, computed here, which costs one more forward pass a step"
 
     async def score(
         self, step: int, groups: Sequence[Group], demonstrations: Sequence[TrainingRow] = ()
@@ -138,7 +153,9 @@ class Algorithm:
         ]
         compared = [group for _, group in numbered]
         replies = [
-            _Reply(number, tuple(rows_from_trajectory(each)), trace_from_trajectory(each), is_truncated(each))
+            _Reply(
+                number, tuple(rows_from_trajectory(each)), trace_from_trajectory(each, group.task), is_truncated(each)
+            )
             for number, group in enumerate(compared)
             for each in group.trajectories
         ]

@@ -19,6 +19,7 @@ from tinsmith.rl.algorithms.losses.policy_gradient import ImportanceSamplingLoss
 from tinsmith.rl.algorithms.losses.preference import DpoLoss
 from tinsmith.rl.algorithms.losses.supervised import MixChordLoss, MixLoss, SftIsLoss, SftLoss, SftPhiLoss
 from tinsmith.rl.algorithms.regularizers import EntropyConfig, KlConfig
+from tinsmith.rl.algorithms.user_code import OF_THE_RUN, CustomAlgorithm
 from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.settings import Needs, Settings
 
@@ -85,7 +86,11 @@ PRESETS: Mapping[str, dict[str, Any]] = {
 
 def preset_with(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a preset with overrides. Keys of a part are merged unless the override has another `type`."""
-    parts = {key: dict(value) if isinstance(value, Mapping) else value for key, value in PRESETS[name].items()}
+    return _merged(PRESETS[name], overrides)
+
+
+def _merged(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    parts = {key: dict(value) if isinstance(value, Mapping) else value for key, value in preset.items()}
     for key, value in overrides.items():
         part = parts.get(key)
         if isinstance(part, dict) and isinstance(value, Mapping) and value.get("type") in (None, part.get("type")):
@@ -118,7 +123,10 @@ class AlgorithmConfig(Settings):
     """
 
     type: Name = "grpo"
-    """Preset of all keys below; keys set here override it (docs/reference/algorithms.md lists the presets)."""
+    """Preset of all keys below; keys set here override it (docs/reference/algorithms.md lists the presets). `custom`,
+    with `path` and `args`, is code of your own: it sets `custom`."""
+    custom: CustomAlgorithm | None = None
+    """Code of your own that returned the keys below, the preset that it changes and sections of the run."""
     advantage: AdvantageConfig = Field(default_factory=GrpoAdvantage)
     """Advantage: how replies or tokens are compared with a baseline."""
     grouping: Annotated[Grouping, _ROLLOUTS] = "role"
@@ -165,7 +173,17 @@ class AlgorithmConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping) or values.get("type", "grpo") not in NAMES:
+        if not isinstance(values, Mapping):
+            return values
+        if values.get("type") == "custom":
+            own = {key: value for key, value in values.items() if key not in ("type", "path", "args")}
+            values = {**own, "custom": {key: values[key] for key in ("path", "args") if key in values}}
+        if (custom := values.get("custom")) is not None:
+            code = custom if isinstance(custom, CustomAlgorithm) else CustomAlgorithm.model_validate(custom)
+            parts = {key: value for key, value in code.parts().items() if key not in OF_THE_RUN}
+            kind = str(values.get("type", parts.get("type", "grpo")))
+            values = _merged({**preset_with(kind, parts), "type": kind} if kind in NAMES else parts, values)
+        if values.get("type", "grpo") not in NAMES:
             return values
         loss = values.get("loss")
         if isinstance(loss, Mapping) and loss.get("type") == "stable_reinforce":
@@ -229,6 +247,11 @@ class AlgorithmConfig(Settings):
                 "turns itself; leave it out"
             )
         return self
+
+    @property
+    def title(self) -> str:
+        """Name of the algorithm, for messages: that of its preset, or of the code of a user."""
+        return self.custom.title if self.custom else self.type
 
     def advantage_of(self, role: str) -> Advantage:
         """The advantage of a role."""

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from tinsmith.rl.algorithms.advantages.base import Advantage, Trace, traces_of_turns
-from tinsmith.rl.types import Group, Trajectory
+from tinsmith.rl.types import Group, Task, Trajectory
 
 Grouping = Literal["role", "turn", "rollout"]
 
@@ -30,19 +30,23 @@ class ComparisonGroup:
     role: str
     """Role of the trajectories; of a group of all roles, that of the first."""
     trajectories: tuple[Trajectory, ...]
+    task: Task | None = None
+    """The task that the trajectories worked on."""
 
 
 def comparison_groups(groups: Sequence[Group], grouping: Grouping) -> list[ComparisonGroup]:
     """The comparison groups of a step, in order of its groups."""
     if grouping == "rollout":
         return [
-            ComparisonGroup(role=rollout.trajectories[0].role, trajectories=rollout.trajectories)
+            ComparisonGroup(role=rollout.trajectories[0].role, trajectories=rollout.trajectories, task=group.task)
             for group in groups
             for rollout in group.rollouts
             if not rollout.error and rollout.trajectories
         ]
     return [
-        ComparisonGroup(role=role, trajectories=group.trajectories(role)) for group in groups for role in group.roles
+        ComparisonGroup(role=role, trajectories=group.trajectories(role), task=group.task)
+        for group in groups
+        for role in group.roles
     ]
 
 

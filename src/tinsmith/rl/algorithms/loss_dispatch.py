@@ -7,8 +7,9 @@ one more forward pass; the SDK sends its gradient as weights of cross_entropy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.algorithms.losses.base import Aggregate, PolicyLoss, Tokens, aggregate_weights
 from tinsmith.rl.algorithms.losses.policy_gradient import CispoLoss, DroLoss, GspoLoss, ImportanceSamplingLoss, PpoLoss
 from tinsmith.rl.algorithms.losses.supervised import MixtureLoss, OpmdLoss, SftLoss
+from tinsmith.rl.algorithms.losses.user_code import CustomLoss
 from tinsmith.rl.algorithms.regularizers import divergence, sampled_entropy
 from tinsmith.rl.policy.trainer import Update
 from tinsmith.rl.policy.training_rows import TrainingRow, scatter_to_rows
@@ -26,6 +28,8 @@ _ESTIMATORS = ("k1", "k2", "k3")
 _KL = frozenset(("kl_coef", "kl_estimator", "kl_mask", "ref_logprobs"))
 _ENTROPY = frozenset(("entropy_coef", "entropy_mask"))
 _DUAL_CLIP = "dual_clip"
+UPLOADED = "custom"
+"""The loss of a server that was uploaded."""
 EXTENSIONS = _KL | _ENTROPY | {_DUAL_CLIP}
 """Loss inputs and settings that a server may add to the Tinker API, and that losses here use."""
 
@@ -43,18 +47,23 @@ class ServerLoss:
     """A loss function of the server that equals a policy loss."""
 
     name: str
-    config: Mapping[str, float]
+    config: Mapping[str, float | str]
     weights_only: bool = False
     """Whether the inputs are `weights` (cross_entropy) in place of logprobs and advantages."""
     sequence_mask: bool = False
     """Whether the inputs include sequence_ratio_mask."""
 
 
-def server_loss(config: AlgorithmConfig, extensions: frozenset[str], *, anchored: bool = False) -> ServerLoss | None:
+def server_loss(
+    config: AlgorithmConfig, extensions: frozenset[str], *, anchored: bool = False, uploaded: str = ""
+) -> ServerLoss | None:
     """The server's loss that equals the configured loss with its terms; None if there is none.
 
     `anchored`: batches have the column `proximal`, so that weights and masks are known before the forward pass.
+    `uploaded`: id of the configured loss at the server, if it is one that was uploaded.
     """
+    if uploaded:
+        return ServerLoss(name=UPLOADED, config={"loss_id": uploaded})
     if config.kl.enabled and not (config.kl.type in _ESTIMATORS and extensions >= _KL):
         return None
     if config.entropy.coef and not extensions >= _ENTROPY:
@@ -64,6 +73,17 @@ def server_loss(config: AlgorithmConfig, extensions: frozenset[str], *, anchored
     if isinstance(config.loss, DroLoss):  # its quadratic term cannot be weighted
         return ServerLoss(name="dro", config={"beta": config.loss.beta}) if config.aggregate == "token_sum" else None
     return _policy_loss(config.loss, extensions)
+
+
+def uploadable(config: AlgorithmConfig, *, anchored: bool = False) -> Callable[..., Any]:
+    """The loss of a row that a server which runs uploaded losses can compute. Raises ValueError if it cannot."""
+    if not isinstance(config.loss, CustomLoss):
+        raise ValueError("it is not a loss of one's own")
+    if config.kl.enabled or config.entropy.coef:
+        raise ValueError("an uploaded loss has no terms kl and entropy")
+    if config.correction.changes_loss and not anchored:
+        raise ValueError("algorithm.correction weights its tokens")
+    return config.loss.row_loss()
 
 
 def _corrected_loss(config: AlgorithmConfig) -> ServerLoss | None:
@@ -197,6 +217,8 @@ def update_by_server(
     scaled_advantages = weights * (batch.counts if isinstance(config.loss, SftLoss) else batch.advantages)
     if isinstance(config.loss, OpmdLoss):
         scaled_advantages = scaled_advantages / (1.0 + config.loss.tau)
+    if loss.name == UPLOADED:
+        return _update_by_uploaded(rows, batch, config, loss, scatter_to_rows(rows, weights), old_N)
     masks_N = scatter_to_rows(rows, batch.weights * batch.counts * ~batch.expert)
     inputs: list[Mapping[str, np.ndarray]] = []
     columns_N = scatter_to_rows(rows, scaled_advantages)
@@ -215,13 +237,41 @@ def update_by_server(
     if config.entropy.coef:
         settings["entropy_coef"] = config.entropy.coef
 
-    def measure(logprobs: Sequence[np.ndarray]) -> dict[str, float]:
-        columns = [row_logprobs[row.mask] for row, row_logprobs in zip(rows, logprobs, strict=True)]
-        flat = np.concatenate(columns).astype(np.float64)
-        corrected, numbers = _corrected(flat, batch, config)
-        return {name: float(number) for name, number in (numbers | config.loss.total(flat, corrected)[1]).items()}
-
+    measure = partial(_measured, rows, batch, config)
     return Update(rows=tuple(rows), inputs=tuple(inputs), loss=loss.name, config=settings, measure=measure)
+
+
+def _update_by_uploaded(
+    rows: Sequence[TrainingRow],
+    batch: Tokens,
+    config: AlgorithmConfig,
+    loss: ServerLoss,
+    weights_N: Sequence[np.ndarray],
+    old_N: Sequence[np.ndarray],
+) -> Update:
+    """An update by one forward_backward with a loss that was uploaded."""
+    inputs = [
+        {
+            "mask": row.mask.astype(np.float32),
+            "weights": weights,
+            "sampling_logprobs": old,
+            "advantages": row.advantages,
+            **({"reference_logprobs": row.columns["reference"]} if config.loss.reads_reference else {}),
+        }
+        for row, weights, old in zip(rows, weights_N, old_N, strict=True)
+    ]
+    measure = partial(_measured, rows, batch, config)
+    return Update(rows=tuple(rows), inputs=tuple(inputs), loss=loss.name, config=loss.config, measure=measure)
+
+
+def _measured(
+    rows: Sequence[TrainingRow], batch: Tokens, config: AlgorithmConfig, logprobs: Sequence[np.ndarray]
+) -> dict[str, float]:
+    """Metrics of a loss that the server computes, from the logprobs of the rows that it returns."""
+    columns = [row_logprobs[row.mask] for row, row_logprobs in zip(rows, logprobs, strict=True)]
+    flat = np.concatenate(columns).astype(np.float64)
+    corrected, numbers = _corrected(flat, batch, config)
+    return {name: float(number) for name, number in (numbers | config.loss.total(flat, corrected)[1]).items()}
 
 
 def update_by_client(

@@ -147,7 +147,8 @@ def _check_ending(config: RunSettings) -> None:
         raise ValueError("until is not used with mode bench, which takes no steps; leave it out")
     if config.mode == "explore":
         raise ValueError("until is not used with mode explore, which ends with the training process; leave it out")
-    if config.until.metric.startswith("eval/") and not (config.evaluates and config.eval.every):
+    evaluates = config.evaluates or config.eval.functions
+    if config.until.metric.startswith("eval/") and not (evaluates and config.eval.every):
         raise ValueError(
             f"until.metric: {config.until.metric} is never measured; set tasks.held_out and rewards, and eval.every"
         )
@@ -179,7 +180,7 @@ def _check_evaluation(config: RunSettings) -> None:
     has_settings = bool(config.eval.model_fields_set)
     if has_settings and config.evaluated and not config.evaluates:
         raise ValueError("eval needs rewards; set rewards or eval.rewards")
-    if has_settings and not config.evaluated:
+    if has_settings and not config.evaluated and not config.eval.functions:
         key = "held_out of an environment" if config.environments else "tasks.held_out or tasks.eval"
         raise ValueError(f"eval needs held-out tasks; set {key}, or leave out eval")
     if unknown := sorted(config.eval.sources.keys() - (config.evaluated.keys() - {""})):

@@ -11,6 +11,7 @@ from typing_extensions import override
 from tinsmith.engine_options import DeviceOptions
 from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.algorithms.updates import UpdatesConfig
+from tinsmith.rl.callbacks import CustomCallback
 from tinsmith.rl.config.checkpoints import CheckpointConfig, check_resume_from
 from tinsmith.rl.data.demonstrations import DemonstrationsConfig
 from tinsmith.rl.data.tasks import TasksConfig
@@ -80,8 +81,8 @@ class RunSettings(Settings):
     """Environments to train and evaluate on, each with its own tasks, workflow, rewards and sampling, in place of
     `tasks`, `workflow` and `rewards` (docs/train/environments.md)."""
     plugins: str = ""
-    """A folder of Python files with workflows and rewards of your own (docs/train/environments.md). Relative
-    to the run file, or else, and on the command line, to the working directory."""
+    """A Python file, or a folder of them, with parts of your own (docs/code/extend.md). Relative to the run file, or
+    else, and on the command line, to the working directory."""
     rewards: tuple[RewardConfig, ...] = ()
     """Reward functions. The reward is their weighted sum plus the workflow's own reward. Not needed with a teacher
     (on_policy_distill, jsd)."""
@@ -157,6 +158,9 @@ class RunSettings(Settings):
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitors: tuple[MonitorConfig, ...] = (ConsoleConfig(), ReportConfig())
     """Monitors, in addition to the files of the run folder."""
+    callbacks: Annotated[tuple[CustomCallback, ...], Needs("mode", ("both", "train"), hint="leave it out")] = ()
+    """Code of your own that is called as the run starts and ends, and after steps and evaluations
+    (docs/code/extend.md)."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Lowest level written to log.txt."""
     seed: int = Field(default=0, ge=0)

@@ -18,7 +18,8 @@ from pydantic import ValidationError, create_model, model_validator
 from pydantic_core import InitErrorDetails
 from typing_extensions import override
 
-from tinsmith.rl import plugins
+from tinsmith.rl import plugin_files
+from tinsmith.rl.algorithms.user_code import parts_of_run
 from tinsmith.rl.config import other_names
 from tinsmith.rl.config.checks import CHECKS
 from tinsmith.rl.config.fields import RunSettings
@@ -55,7 +56,7 @@ class RunConfig(SettingsWithSections):
     def _apply_plugins(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        current = plugins.apply_plugins(staleness_named(values))
+        current = parts_of_run(plugin_files.apply_plugins(staleness_named(values)))
         if current.get("staleness") and "algorithm" not in current:
             current["algorithm"] = OFF_POLICY
         return current
@@ -63,7 +64,7 @@ class RunConfig(SettingsWithSections):
     @classmethod
     @override
     def more_types(cls, values: Mapping[str, Any], key: str) -> Sequence[str]:
-        return plugins.type_names(values, key)
+        return plugin_files.type_names(values, key)
 
     @property
     def runs(self) -> tuple[RunConfig, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.data.ordering import Difficulty, OrderConfig, RowOrder, Shuffle
+from tinsmith.rl.data.ordering import Difficulty, LoadedSource, OrderConfig, RowOrder, Shuffle
 from tinsmith.rl.data.row_sources import LearnFrom
 from tinsmith.rl.data.sources import Sources, as_tuple, reject_fields
 from tinsmith.rl.data.tasks import HeldOutTasks, question_key, question_keys
@@ -100,7 +100,9 @@ class Demonstrations:
             if len(demonstrations):
                 check_pair(demonstrations[0], pairs)
                 row_order = config.order.row_order(
-                    np.arange(len(demonstrations)), source.feature, (seed, _SEED_STREAM, number)
+                    np.arange(len(demonstrations)),
+                    LoadedSource(demonstrations, source.feature),
+                    (seed, _SEED_STREAM, number),
                 )
                 self._sources.append(_OrderedSource(demonstrations, row_order))
         self.size = sum(len(source.demonstrations) for source in self._sources)

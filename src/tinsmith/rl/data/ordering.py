@@ -1,24 +1,36 @@
 """Order of training tasks: which row of a source comes next.
 
-Every order except `difficulty` is a function of the seed and the number of the draw, so a resumed run only needs the
-number of draws. `difficulty` also keeps what it has learned from rewards.
+Every order except `difficulty` and `custom` is a function of the seed and the number of the draw, so a resumed run only
+needs the number of draws. These two also keep what they have learned from rewards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 from typing_extensions import override
 
 from tinsmith.errors import ConfigError
+from tinsmith.plurals import counted
+from tinsmith.rl.data.row_mapping import LazySequence
+from tinsmith.rl.plugins import CustomPart, Kind
 from tinsmith.settings import Needs, Settings
 
 Feature = Callable[[str], np.ndarray]
 """Maps a field name to float64 [M]: the field's value in every row of the source."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSource:
+    """Tasks or demonstrations of one source, and its numbers by the name of a field, which an order may sort by."""
+
+    tasks: Sequence[Any]
+    feature: Feature
 
 
 class RowOrder(Protocol):
@@ -85,7 +97,7 @@ class Sequential(Settings):
 
     type: Literal["sequential"] = "sequential"
 
-    def row_order(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> RowOrder:
+    def row_order(self, rows: np.ndarray, data: LoadedSource, seed: tuple[int, ...]) -> RowOrder:
         """Order of one source."""
         return EpochOrder(lambda _: rows, len(rows))
 
@@ -95,7 +107,7 @@ class Shuffle(Settings):
 
     type: Literal["shuffle"] = "shuffle"
 
-    def row_order(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> RowOrder:
+    def row_order(self, rows: np.ndarray, data: LoadedSource, seed: tuple[int, ...]) -> RowOrder:
         """Order of one source."""
         first, *others = seed
         return EpochOrder(lambda epoch: np.random.default_rng((first, epoch, *others)).permutation(rows), len(rows))
@@ -106,7 +118,7 @@ class Random(Settings):
 
     type: Literal["random"] = "random"
 
-    def row_order(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> RowOrder:
+    def row_order(self, rows: np.ndarray, data: LoadedSource, seed: tuple[int, ...]) -> RowOrder:
         """Order of one source."""
         return RandomOrder(rows, seed)
 
@@ -120,9 +132,9 @@ class EasyToHard(Settings):
     descending: bool = False
     """Largest values first."""
 
-    def row_order(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> RowOrder:
+    def row_order(self, rows: np.ndarray, data: LoadedSource, seed: tuple[int, ...]) -> RowOrder:
         """Order of one source."""
-        keys = [feature(key)[rows] * (-1.0 if self.descending else 1.0) for key in self.by]
+        keys = [data.feature(key)[rows] * (-1.0 if self.descending else 1.0) for key in self.by]
         sorted_rows = rows[np.lexsort(keys[::-1])]
         return EpochOrder(lambda _: sorted_rows, len(rows))
 
@@ -152,9 +164,9 @@ class Difficulty(Settings):
     sample: bool = False
     """Draw the expected reward from the belief instead of using its mean."""
 
-    def row_order(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> RowOrder:
+    def row_order(self, rows: np.ndarray, data: LoadedSource, seed: tuple[int, ...]) -> RowOrder:
         """Order of one source."""
-        rates = None if self.by is None else np.stack([feature(key)[rows] for key in self.by])
+        rates = None if self.by is None else np.stack([data.feature(key)[rows] for key in self.by])
         if rates is not None and not ((rates >= 0) & (rates <= 1)).all():
             raise ConfigError(
                 f"tasks.order.by: {self.by} have values outside 0 to 1.", "Name fields that hold mean rewards."
@@ -162,10 +174,94 @@ class Difficulty(Settings):
         return DifficultyOrder(self, rows, rates, seed)
 
 
+class CustomOrder(CustomPart):
+    """User code: a function that orders the tasks of an epoch.
+
+    Its parameters are chosen by name among `tasks` (those of the source that are trained on), `epoch` (from 0),
+    `random` (a NumPy generator of the epoch) and `rewards` (float64 [M]: the mean reward of each task when it was last
+    rolled out, nan before); others are its arguments. It returns the numbers of the M tasks in their order, [M].
+
+    Example: def shortest_first(tasks): return sorted(range(len(tasks)), key=lambda at: len(tasks[at].answer))
+    """
+
+    kind: ClassVar[Kind] = "order"
+    type: Literal["custom"] = "custom"
+
+    @model_validator(mode="after")
+    def _check_path(self) -> CustomOrder:
+        _ = self.function
+        return self
+
+    @cached_property
+    def function(self) -> tuple[Callable[..., Any], tuple[str, ...]]:
+        """The function and what it takes. Raises ValueError if the path or the arguments are wrong."""
+        return self.function_of(named=("tasks", "epoch", "random", "rewards"))
+
+    def row_order(self, rows: np.ndarray, data: LoadedSource, seed: tuple[int, ...]) -> RowOrder:
+        """Order of one source."""
+        return UserOrder(self, rows, data.tasks, seed)
+
+
 OrderConfig = Annotated[
-    Sequential | Shuffle | Random | EasyToHard | Difficulty,
+    Sequential | Shuffle | Random | EasyToHard | Difficulty | CustomOrder,
     Field(discriminator="type"),
 ]
+
+
+class UserOrder(RowOrder):
+    """The order of a user's function, which is called as an epoch begins."""
+
+    learns = True
+
+    def __init__(self, config: CustomOrder, rows: np.ndarray, tasks: Sequence[Any], seed: tuple[int, ...]) -> None:
+        self._config, self._rows, self._seed = config, rows, seed
+        self._tasks = LazySequence(len(rows), lambda at: tasks[int(rows[at])])
+        self._rewards = np.full(len(rows), np.nan)
+        self._epoch = (0, self._ordered(0))  # so that a fault is reported before the run begins
+
+    def _ordered(self, epoch: int) -> list[int]:
+        function, taken = self._config.function
+        random = np.random.default_rng((self._seed[0], epoch, *self._seed[1:]))
+        values = {"tasks": self._tasks, "epoch": epoch, "random": random, "rewards": self._rewards.copy()}
+        returned = function(**{name: values[name] for name in taken})
+        with self._config.errors_named():
+            order = np.asarray(list(returned))
+        count = len(self._rows)
+        if order.shape != (count,) or order.dtype.kind not in "iu" or not ((order >= 0) & (order < count)).all():
+            raise self._config.fault(
+                f"returned {order.tolist()!r:.80} for {counted(count, 'task')}",
+                f"Return {counted(count, 'number')} from 0 to {count - 1}, in the order of the tasks.",
+            )
+        return order.tolist()
+
+    @override
+    def pick(self, draw: int, taken: Collection[int]) -> int:
+        epoch, place = divmod(draw, len(self._rows))
+        if self._epoch[0] != epoch:
+            self._epoch = (epoch, self._ordered(epoch))
+        return int(self._rows[self._epoch[1][place]])
+
+    @override
+    def update(self, rows: Sequence[int], rates: Sequence[float]) -> None:
+        self._rewards[np.searchsorted(self._rows, rows)] = rates
+
+    @property
+    @override
+    def state(self) -> dict[str, Any]:
+        """The order of this epoch, and the last mean reward of each task that was rolled out."""
+        measured = np.flatnonzero(~np.isnan(self._rewards))
+        return {
+            "epoch": self._epoch[0],
+            "order": self._epoch[1],
+            "rewards": {str(at): float(self._rewards[at]) for at in measured},
+        }
+
+    @override
+    def restore(self, state: dict[str, Any]) -> None:
+        if state:
+            self._epoch = (state["epoch"], state["order"])
+            for at, reward in state["rewards"].items():
+                self._rewards[int(at)] = reward
 
 
 @dataclass

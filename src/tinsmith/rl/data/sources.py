@@ -8,18 +8,21 @@ Example: Addition().load()[0].answer == "20"
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
+from itertools import islice
 from random import Random
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 from typing_extensions import override
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.data.row_mapping import LazySequence, RowMapping, fill_template, user_task
 from tinsmith.rl.data.row_sources import Files, Hub, InlineRows, Jsonl, LearnFrom, Sql
+from tinsmith.rl.plugins import CustomPart, Kind, path_text
 from tinsmith.rl.types import Demonstration, Message, Task
 from tinsmith.settings import SEVERAL_TAG, SINGLE_TAG, Settings, changed_keys, did_you_mean
 
@@ -135,8 +138,69 @@ class ReasoningGym(GeneratedSource):
         return LazySequence(self.size, make)
 
 
+MAX_TASKS = 1_000_000
+"""Most tasks that a function may generate one by one; a sequence may have more."""
+
+
+class CustomSource(CustomPart, GeneratedSource):
+    """User code: a function that returns the tasks, or a GeneratedSource class.
+
+    It returns or generates a Task, or a mapping with the keys `prompt` and `answer`, for each task, the same in every
+    run; other keys of a mapping are in the task's `extra`. A sequence that makes its items on access is read so.
+
+    Example: def squares(size=100): return [{"prompt": f"{n} * {n} = ?", "answer": n * n} for n in range(size)]
+    """
+
+    kind: ClassVar[Kind] = "source"
+    type: Literal["custom"] = "custom"
+
+    @model_validator(mode="after")
+    def _check_path(self) -> CustomSource:
+        if self.settings_of(GeneratedSource) is None:
+            self.function_of()
+        return self
+
+    @override
+    def load(self) -> Sequence[Task]:
+        return self._tasks
+
+    @cached_property
+    def _tasks(self) -> Sequence[Task]:
+        with self.errors_named():
+            if (own := self.settings_of(GeneratedSource)) is not None:
+                return own.load()
+            returned = self.function_of()[0]()
+            if not isinstance(returned, Sequence):
+                returned = list(islice(iter(returned), MAX_TASKS + 1))
+                if len(returned) > MAX_TASKS:
+                    raise self.fault(
+                        f"generates more than {MAX_TASKS:,} tasks", "Return a sequence that makes them on access."
+                    )
+        if not len(returned):
+            raise self.fault("returned no tasks", "Return at least one.")
+        tasks = LazySequence(len(returned), lambda at: self._task(at, returned[at]))
+        _ = tasks[0]
+        return tasks
+
+    def _task(self, number: int, entry: Any) -> Task:
+        """The task of an entry that the function returned."""
+        if isinstance(entry, Task):
+            return entry
+        if not (isinstance(entry, Mapping) and isinstance(entry.get("prompt"), str)):
+            raise self.fault(
+                f"returned {entry!r:.80} as its task {number}",
+                "Return a tinsmith.Task, or a mapping with the text prompt, and answer.",
+            )
+        answer = entry.get("answer")
+        extra = {str(key): value for key, value in entry.items() if key not in ("prompt", "answer")}
+        name = path_text(self.path).rpartition(":")[2]
+        return replace(
+            user_task(f"{name}/{number}", entry["prompt"], "" if answer is None else str(answer)), extra=extra
+        )
+
+
 Source = Annotated[
-    Addition | Largest | ReasoningGym | InlineRows | Jsonl | Files | Hub | Sql,
+    Addition | Largest | ReasoningGym | CustomSource | InlineRows | Jsonl | Files | Hub | Sql,
     Field(discriminator="type"),
 ]
 

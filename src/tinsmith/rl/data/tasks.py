@@ -7,7 +7,7 @@ proportion to their sizes, in an order drawn for each epoch; within a source, `o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from tinsmith.errors import ConfigError
 from tinsmith.plurals import counted
-from tinsmith.rl.data.ordering import OrderConfig, RowOrder, Shuffle
+from tinsmith.rl.data.ordering import LoadedSource, OrderConfig, RowOrder, Shuffle
 from tinsmith.rl.data.row_mapping import LazySequence, RowMapping
 from tinsmith.rl.data.sources import NamedSources, Source, Sources, as_tuple, reject_fields
 from tinsmith.rl.types import Group, Message, Task
@@ -228,14 +228,6 @@ class SourceSampler(TaskSampler):
         return number, epoch * self._sources[number].rows + int(self._epoch[2][place])
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedSource:
-    """Tasks of one source, and its numbers by the name of a field, which an order may sort by."""
-
-    tasks: Sequence[Task]
-    feature: Callable[[str], np.ndarray]
-
-
 def split(config: TasksConfig, seed: int) -> tuple[TaskSampler, HeldOutTasks]:
     """Sampler of training tasks, and the held-out tasks. Raises ConfigError if no training tasks are left."""
     tasks = _with_unique_ids([source.load() for source in config.sources])
@@ -273,7 +265,7 @@ def task_sampler(
     for number, source in enumerate(loaded):
         own = rows[(rows >= begins[number]) & (rows < begins[number + 1])] - begins[number]
         if len(own):
-            row_order = order.row_order(own, source.feature, (seed, number) if number else (seed,))
+            row_order = order.row_order(own, source, (seed, number) if number else (seed,))
             sources.append(SampledSource(source.tasks, row_order, len(own)))
     return SourceSampler(sources, held_out, seed)
 

@@ -63,6 +63,7 @@ class EndCondition:
         self._worse = int(state.get("worse", 0))
         self._measured = int(state.get("measured", 0))
         self._names: set[str] = set()
+        self._ended = "a callback ended it" if state.get("ended") else ""
 
     def observe(self, values: Mapping[str, float]) -> None:
         """Report the metrics of a step."""
@@ -83,10 +84,16 @@ class EndCondition:
         else:
             self._worse += 1
 
+    def end(self, reason: str) -> None:
+        """End the run for a reason; an empty one changes nothing."""
+        self._ended = self._ended or reason
+
     @property
     def reason(self) -> str:
         """Why the run ends; empty if it goes on."""
         config = self._config
+        if self._ended:
+            return self._ended
         if config is None:
             return ""
         if config.at_least is not None and self._value >= config.at_least:
@@ -112,9 +119,10 @@ class EndCondition:
 
     @property
     def state(self) -> dict[str, float]:
-        """State for a checkpoint; empty without conditions."""
+        """State for a checkpoint; empty without conditions, in a run that goes on."""
+        ended = {"ended": 1.0} if self._ended else {}
         if self._config is None:
-            return {}
+            return ended
         values = {
             "seconds": self._elapsed,
             "value": self._value,
@@ -122,7 +130,7 @@ class EndCondition:
             "worse": float(self._worse),
             "measured": float(self._measured),
         }
-        return {name: value for name, value in values.items() if not math.isnan(value)}
+        return {name: value for name, value in values.items() if not math.isnan(value)} | ended
 
     @property
     def _elapsed(self) -> float:

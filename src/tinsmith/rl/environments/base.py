@@ -12,11 +12,10 @@ from typing_extensions import override
 
 from tinsmith.errors import ConfigError
 from tinsmith.plurals import counted
-from tinsmith.rl.data.ordering import OrderConfig, Shuffle
+from tinsmith.rl.data.ordering import LoadedSource, OrderConfig, Shuffle
 from tinsmith.rl.data.tasks import (
     DEFAULT_HELD_OUT,
     HeldOutTasks,
-    LoadedSource,
     TaskSampler,
     count_held_out,
     hold_out,

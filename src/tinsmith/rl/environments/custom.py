@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from typing_extensions import override
 
 from tinsmith.rl.environments.base import EnvironmentOptions
-from tinsmith.rl.plugins import Arguments, ImportPath, import_object, path_text, validated
+from tinsmith.rl.plugins import CustomPart, Kind, import_object, path_text, validated
 
 _SHARED = tuple(EnvironmentOptions.model_fields)
 
 
-class CustomEnvironment(EnvironmentOptions):
+class CustomEnvironment(CustomPart, EnvironmentOptions):
     """User code: an EnvironmentOptions class."""
 
+    kind: ClassVar[Kind] = "environment"
     type: Literal["custom"] = "custom"
-    path: ImportPath
-    """Import path, module:class: `my_package.games:Parity`, or `games:Parity` for games.py in `plugins`. From Python,
-    also the class itself."""
-    args: Arguments = Field(default_factory=dict)
-    """Fields of the class."""
 
     @model_validator(mode="before")
     @classmethod

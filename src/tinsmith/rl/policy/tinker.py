@@ -5,6 +5,7 @@ The SDK retries and polls. Errors of the server are raised as TinsmithErrors tha
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -226,6 +227,18 @@ class TinkerTrainer(Trainer):
         async with translate_errors("creating the critic"):
             client = await models.watch.persist(create)
         return TinkerAuxiliaryAdapter(client, models.chat.vocabulary)
+
+    @override
+    async def upload_loss(self, loss: Callable[..., Any]) -> str:
+        if self._router_replay != "none":
+            return ""
+        ranks: dict[str, Any] = dict.fromkeys(inspect.signature(loss).parameters, 1)
+        try:
+            async with translate_errors("uploading the loss"):
+                return (await self._models.service.create_custom_loss(loss, ranks)).loss_id or ""
+        except (UserError, ValueError) as error:
+            log.info("The loss is computed here: %s", error)
+            return ""
 
     def _gradient(self, update: Update) -> Any:
         """Submit forward_backward; returns its future."""

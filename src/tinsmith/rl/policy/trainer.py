@@ -130,6 +130,11 @@ class Trainer(Protocol):
         """
         ...
 
+    async def upload_loss(self, loss: Callable[..., Any]) -> str:
+        """Upload the loss of a row, a function of `logprobs` and of inputs [N] by name, to a server that runs such
+        losses. Returns its id, for `loss_id` of the loss `custom`; empty if the server does not run it."""
+        return ""
+
     async def auxiliary_adapter(self, rank: int, seed: int, state: str = "") -> AuxiliaryAdapter:
         """Open a second adapter on the same base model, new or from the checkpoint `state`."""
         ...

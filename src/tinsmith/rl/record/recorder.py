@@ -64,8 +64,9 @@ class Recorder:
         return self._step.number if self._step else 0
 
     def begin(self, step: int) -> None:
-        """Start the clock of a step."""
-        self._step = _Step(step)
+        """Start the clock of a step. Metrics that were added since the last one are of this step."""
+        waiting = self._step.numbers if self._step and not self._step.number else {}
+        self._step = _Step(step, numbers=waiting)
 
     def take(self, batch: Batch, version: int) -> None:
         """Record the batch that the step trains on, before weights of `version` train on it."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import override
 
 from tinsmith.plurals import counted
 from tinsmith.rl.plugins import (
-    OWN_KEYS,
-    Arguments,
-    ImportPath,
+    KINDS,
+    CustomPart,
+    Kind,
     await_if_needed,
     check_signature,
     import_object,
@@ -25,16 +25,11 @@ from tinsmith.rl.scoring.pool import ScoringPool
 from tinsmith.rl.types import Rollout, Task
 
 
-class CustomReward(Reward):
+class CustomReward(CustomPart, Reward):
     """User code: a function of (task, rollout), a class whose instances are such functions, or a Reward class."""
 
+    kind: ClassVar[Kind] = "reward"
     type: Literal["custom"] = "custom"
-    path: ImportPath
-    """Import path, module:attribute: `my_package.rewards:short`, or `short:score` for short.py in `plugins`. From
-    Python, also the object itself."""
-    args: Arguments = Field(default_factory=dict)
-    """Keyword arguments of the function or class, or fields of the Reward class."""
-
     isolated: float = Field(default=0.0, ge=0)
     """Call the code in a worker process, with this time limit in seconds: it may then hang, crash or use too much
     memory (4 GiB) without harm to the run; its rollout fails. 0: call it in the run's process."""
@@ -59,11 +54,11 @@ class CustomReward(Reward):
         if isinstance(target, type) and issubclass(target, Reward):
             return validated(target, path, self.args)
         if isinstance(target, type):
-            check_signature(target, path, (), self.args, OWN_KEYS["reward"])
+            check_signature(target, path, (), self.args, KINDS["reward"].own_keys)
             return target(**self.args)
         if not callable(target):
             raise ValueError(f"{path} is neither a function nor a class")
-        check_signature(target, path, ("task", "rollout"), self.args, OWN_KEYS["reward"])
+        check_signature(target, path, ("task", "rollout"), self.args, KINDS["reward"].own_keys)
         return lambda task, rollout: target(task, rollout, **self.args)
 
     async def judge_isolated(self, pool: ScoringPool, task: Task, rollout: Rollout) -> Score:

@@ -10,11 +10,13 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
 
+from tinsmith.rl.plugins import CustomPart, Kind
 from tinsmith.rl.types import Group, Rollout, Termination, Trajectory
 from tinsmith.settings import Settings
 
@@ -126,8 +128,45 @@ class TruncatedReplies(Settings):
         return _with_trajectories(group, lambda each: (replace(each, turns=()) if each.truncated else each,))
 
 
+class CustomFilter(CustomPart):
+    """User code: a function of a group that keeps it (true), drops it (false), or returns the group to train on.
+
+    Example: def varied(group): return len({rollout.text for rollout in group.rollouts}) > 1
+    """
+
+    kind: ClassVar[Kind] = "filter"
+    type: Literal["custom"] = "custom"
+
+    @model_validator(mode="after")
+    def _check_path(self) -> CustomFilter:
+        _ = self._function
+        return self
+
+    @cached_property
+    def _function(self) -> Callable[..., Any]:
+        return self.function_of("group")[0]
+
+    def of(self, group: Group) -> Group | None:
+        """The group to train on; None if it is dropped. Raises ConfigError for anything else."""
+        returned = self._function(group)
+        if isinstance(returned, Group):
+            return returned if returned.rewards else None
+        if not isinstance(returned, bool | np.bool):
+            raise self.fault(
+                f"returned {returned!r:.80}", "Return true to keep the group, false to drop it, or a Group."
+            )
+        return group if returned else None
+
+
 FilterConfig = Annotated[
-    RewardBounds | ValidReward | GroupMean | RewardStd | GroupSize | TerminationReason | TruncatedReplies,
+    RewardBounds
+    | ValidReward
+    | GroupMean
+    | RewardStd
+    | GroupSize
+    | TerminationReason
+    | TruncatedReplies
+    | CustomFilter,
     Field(discriminator="type"),
 ]
 

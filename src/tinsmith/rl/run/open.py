@@ -12,8 +12,11 @@ import numpy as np
 from rich.console import Console
 
 from tinsmith.errors import TinsmithError
-from tinsmith.rl.algorithms.algorithm import Algorithm, ColumnSource
+from tinsmith.rl.algorithms.algorithm import Algorithm, ColumnSource, uploadable
 from tinsmith.rl.algorithms.critic import Critic
+from tinsmith.rl.algorithms.gradient_check import try_loss
+from tinsmith.rl.algorithms.losses.user_code import CustomLoss
+from tinsmith.rl.callbacks import Callbacks
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.demonstrations import Demonstrations
 from tinsmith.rl.data.tasks import HeldOutTasks, TaskSampler
@@ -73,7 +76,10 @@ async def open_run(
 
 
 def prepare(config: RunConfig) -> tuple[RunConfig, RunData]:
-    """The configuration with its number of steps, and the data."""
+    """The configuration with its number of steps, and the data. Raises ConfigError for a loss of one's own that
+    fails."""
+    if config.mode in ("both", "train") and isinstance(config.algorithm.loss, CustomLoss):
+        try_loss(config.algorithm.loss)
     data = RunData(config)
     return resolve_steps(config, data), data
 
@@ -109,6 +115,7 @@ async def assemble(
             if 1 < start <= config.steps:
                 console.print(f"[dim]continuing at step {start} of {config.steps}[/]", highlight=False)
             with watch_event_loop(config.rollout.max_blocking, keep_signals=stop.watches_signals):
+                await run.callbacks.call("on_start", run)
                 yield run
 
 
@@ -170,6 +177,7 @@ async def _parts(
             checkpoints=checkpoints,
             ending=checkpoints.ending,
             stop=stop,
+            callbacks=Callbacks(config.callbacks),
         )
 
 
@@ -190,7 +198,7 @@ def _checkpointer(
 
 
 def _announce(config: RunConfig, algorithm: Algorithm, console: Console) -> None:
-    console.print(f"[dim]{config.algorithm.type}: the loss is {algorithm.loss_location}[/]", highlight=False)
+    console.print(f"[dim]{config.algorithm.title}: the loss is {algorithm.loss_location}[/]", highlight=False)
     if config.plugins:
         console.print(f"[dim]with plugins of {config.plugins}[/]", highlight=False)
 
@@ -259,7 +267,9 @@ def _evaluator(
 ) -> Evaluator:
     rewards = Rewards(config.eval.rewards or config.rewards, pool=resources.scoring) if config.evaluates else None
     make_workflow = eval_workflow_maker(config, resources)
-    return Evaluator(config.eval, held_out if rewards else {}, make_workflow, config.seed, runner, rewards)
+    return Evaluator(
+        config.eval, held_out if rewards else {}, make_workflow, config.seed, runner, rewards, config.sampling
+    )
 
 
 async def _algorithm(
@@ -269,8 +279,22 @@ async def _algorithm(
     critic, reference = await _critic(config, policy, state), await _reference(config, policy, state)
     columns = _columns(config, policy, reference, critic, requests)
     extensions = policy.models.extensions
-    algorithm = Algorithm(config.algorithm, extensions, columns, config.seed, config.group_size, config.updates)
+    uploaded = await _uploaded_loss(config, policy)
+    algorithm = Algorithm(
+        config.algorithm, extensions, columns, config.seed, config.group_size, config.updates, uploaded
+    )
     return algorithm, critic, reference
+
+
+async def _uploaded_loss(config: RunConfig, policy: Trainer) -> str:
+    """Id of the run's loss at the server; empty if it is none of one's own, or if the server does not run it."""
+    if not isinstance(config.algorithm.loss, CustomLoss):
+        return ""
+    try:
+        return await policy.upload_loss(uploadable(config.algorithm, config.updates))
+    except ValueError as error:
+        log.info("The loss is computed here: %s", error)
+        return ""
 
 
 async def _critic(config: RunConfig, policy: Trainer, state: State | None) -> Critic | None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.algorithms.updates import BatchUpdates
+from tinsmith.rl.callbacks import Callbacks
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.ending.until import EndCondition
@@ -50,6 +51,8 @@ class Run:
     """Follows the conditions of `until`."""
     stop: StopSignal
     """Whether the run is to stop early."""
+    callbacks: Callbacks = field(default_factory=lambda: Callbacks(()))
+    """Code of the user, called after steps and evaluations."""
 
     @property
     def policy(self) -> Trainer:
@@ -78,7 +81,7 @@ class Run:
         if last or self.checkpoints.best.unsaved is not None:
             await self.checkpoints.save(self.checkpoints.resume_point(step), last=last)
         if last:
-            self._compare(step)
+            await self._end(step)
         return last
 
     async def stream(self, step: int) -> StreamedGroups | None:
@@ -148,6 +151,7 @@ class Run:
         groups, row = self.recorder.finish_step(step)
         self.learner.tasks.update(groups)
         self.ending.observe(row)
+        self.ending.end(await self.callbacks.call("on_step", self, step, row))
         last = self._is_last(step)
         point = self.checkpoints.resume_point(step)
         self.batches.limit_staleness(self.learner.staleness_limit)
@@ -163,8 +167,12 @@ class Run:
             with self.recorder.span("saving", step):
                 await self.checkpoints.save(point, last=last)
         if last:
-            self._compare(step)
+            await self._end(step)
         return last
+
+    async def _end(self, step: int) -> None:
+        self._compare(step)
+        await self.callbacks.call("on_end", self)
 
     async def stop_after(self, step: int, *, evaluation_due: bool = False) -> None:
         """Save a checkpoint after `step` to resume from, unless there is one. `evaluation_due`: with the evaluation.
@@ -175,6 +183,7 @@ class Run:
         await self.batches.stop(self.stop.grace_left)
         await self.checkpoints.save_at_stop(step, evaluation_due=evaluation_due)
         log.info("Stopped by %s after %s", self.stop.reason, self.stop.stopped_at)
+        await self.callbacks.call("on_end", self)
 
     def _is_last(self, step: int) -> bool:
         """Whether the run ends after `step`."""
@@ -191,6 +200,7 @@ class Run:
         if step:
             self.ending.observe(values)
             self.checkpoints.best.observe(values)
+        self.ending.end(await self.callbacks.call("on_evaluation", self, step, values))
 
     def _compare(self, step: int) -> None:
         """Compare the evaluations before the first step and after the last one, or after the best one if that is the

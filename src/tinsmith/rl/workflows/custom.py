@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from pydantic import model_validator
 from typing_extensions import override
 
-from tinsmith.rl.plugins import OWN_KEYS, check_signature, import_object, path_text, validated
+from tinsmith.rl.plugins import KINDS, check_signature, import_object, path_text, validated
 from tinsmith.rl.rewards.base import RewardValue
 from tinsmith.rl.types import Rollout, Task
 from tinsmith.rl.workflows.agent import AGENT_ARGUMENTS, AgentConfig
@@ -73,14 +73,14 @@ class CustomConfig(OwnCode):
             own = ("self",) if isinstance(target, type) else ()
             check_signature(target.run, f"{path}.run", (*own, "task", "policy"), {})
             if own:
-                check_signature(target, path, (), self.args, OWN_KEYS["workflow"])
+                check_signature(target, path, (), self.args, KINDS["workflow"].own_keys)
             return target
         if not inspect.iscoroutinefunction(target):
             raise ValueError(
                 f"{path} is neither an async function, nor a class with an async run(task, policy), nor a "
                 "WorkflowOptions class"
             )
-        check_signature(target, path, ("task", "conversation"), self.args, OWN_KEYS["workflow"])
+        check_signature(target, path, ("task", "conversation"), self.args, KINDS["workflow"].own_keys)
         return target
 
     @override

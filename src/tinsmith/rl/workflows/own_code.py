@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 from typing_extensions import override
 
-from tinsmith.rl.plugins import Arguments, ImportPath
+from tinsmith.rl.plugins import CustomPart, Kind
 from tinsmith.rl.workflows.base import IndependentRollouts, Workflow, WorkflowContext, WorkflowOptions
 
 
-class OwnCode(WorkflowOptions):
+class OwnCode(CustomPart, WorkflowOptions):
     """Settings of a workflow that calls code of the user."""
 
-    path: ImportPath
-    """Import path, module:attribute: `my_package.flows:debate`, or `debate:flow` for debate.py in `plugins`. From
-    Python, also the object itself."""
-    args: Arguments = Field(default_factory=dict)
-    """Keyword arguments of the code."""
+    kind: ClassVar[Kind] = "workflow"
     timeout: float | None = Field(default=None, gt=0)
     """Time limit of one rollout, in seconds: what was sampled until then is kept. Not set: rollout.timeout, after which
     the rollout has failed."""

@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from tinsmith.rl.policy.training_rows import trained_turns
-from tinsmith.rl.types import Trajectory
+from tinsmith.rl.types import Task, Trajectory
 from tinsmith.settings import Settings
 
 Traces = Sequence[Sequence["Trace"]]
@@ -44,6 +44,12 @@ class Trace:
     """float64 [T]: KL penalty, subtracted from the reward at each token."""
     turn_advantages: tuple[float | tuple[float, ...] | None, ...] = ()
     """Advantages of each turn that the workflow computed; None for a turn without."""
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """int64 [T]: the tokens."""
+    trajectory: Trajectory | None = None
+    """The whole trajectory, with the texts and prompts of its turns."""
+    task: Task | None = None
+    """The task of the group."""
 
     @property
     def length(self) -> int:
@@ -78,8 +84,8 @@ class Trace:
         return replace(self, columns={**self.columns, **columns})
 
 
-def trace_from_trajectory(trajectory: Trajectory) -> Trace:
-    """The trace of a trajectory."""
+def trace_from_trajectory(trajectory: Trajectory, task: Task | None = None) -> Trace:
+    """The trace of a trajectory, which is of a rollout of `task`."""
     turns = trained_turns(trajectory)
     return Trace(
         reward=trajectory.reward,
@@ -88,6 +94,9 @@ def trace_from_trajectory(trajectory: Trajectory) -> Trace:
         turn_rewards=tuple(turn.reward for turn in turns),
         states=tuple(turn.state for turn in turns),
         turn_advantages=tuple(turn.advantages for turn in turns),
+        tokens=np.concatenate([np.zeros(0, np.int64), *(np.asarray(turn.tokens, np.int64) for turn in turns)]),
+        trajectory=trajectory,
+        task=task,
     )
 
 
@@ -120,6 +129,9 @@ def traces_of_turns(trace: Trace) -> list[Trace]:
                 columns={name: column[tokens] for name, column in trace.columns.items()},
                 penalty=None if trace.penalty is None else trace.penalty[tokens],
                 turn_advantages=trace.turn_advantages[index : index + 1],
+                tokens=trace.tokens[tokens],
+                trajectory=trace.trajectory,
+                task=trace.task,
             )
         )
         begin += count

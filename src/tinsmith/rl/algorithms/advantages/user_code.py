@@ -1,19 +1,20 @@
-"""Advantages that users compute: in the workflow, turn by turn, or in a function of the rewards of a step."""
+"""Advantages that users compute: in the workflow, or in a function of the rewards or replies of a step."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from typing_extensions import override
 
 from tinsmith.errors import ConfigError
 from tinsmith.plurals import counted
-from tinsmith.rl.algorithms.advantages.base import Advantage, Advantages, Trace, Traces, broadcast, net_rewards
-from tinsmith.rl.plugins import OWN_KEYS, Arguments, ImportPath, check_signature, import_object, path_text
+from tinsmith.rl.algorithms.advantages.base import Advantage, Advantages, Trace, Traces, net_rewards
+from tinsmith.rl.plugins import CustomPart, Kind, import_object
 
 
 class PrecomputedAdvantage(Advantage):
@@ -46,21 +47,18 @@ class PrecomputedAdvantage(Advantage):
         return np.concatenate(pieces)
 
 
-class CustomAdvantage(Advantage):
-    """User code: a function from the rewards of each group to the advantage of each trajectory.
+class CustomAdvantage(CustomPart, Advantage):
+    """User code: a function from the groups of a step to the advantages of their replies, all groups of a role at once.
 
-    It gets a list of float64 arrays, one for each group of a role, and returns arrays of the same shapes. KL penalties
-    are already subtracted from the rewards.
+    Its first parameter says what it gets: `groups`, for each group a list of a Trace of each reply, with its reward,
+    tokens, logprobs and turns; by any other name, such as `rewards`, a list of float64 arrays of the rewards of each
+    group, minus KL penalties. It returns for each group, and in it for each reply, a number or one for each token.
 
     Example: def centered(rewards): return [group - group.mean() for group in rewards]
     """
 
+    kind: ClassVar[Kind] = "advantage"
     type: Literal["custom"] = "custom"
-    path: ImportPath
-    """Import path, module:attribute: `my_package.advantages:centered`, or `mine:centered` for mine.py in `plugins`.
-    From Python, also the function itself."""
-    args: Arguments = Field(default_factory=dict)
-    """Keyword arguments of the function."""
 
     @model_validator(mode="after")
     def _check_path(self) -> CustomAdvantage:
@@ -70,11 +68,13 @@ class CustomAdvantage(Advantage):
     @cached_property
     def _function(self) -> Callable[..., Sequence[Any]]:
         """The function. Raises ValueError if the path or the arguments are wrong."""
-        function, path = import_object(self.path), path_text(self.path)
-        if not callable(function):
-            raise ValueError(f"{path} is not a function")
-        check_signature(function, path, ("rewards",), self.args, OWN_KEYS["advantage"])
-        return cast(Callable[..., Sequence[Any]], function)
+        return self.function_of("groups" if self._reads_replies else "rewards")[0]
+
+    @property
+    def _reads_replies(self) -> bool:
+        """Whether the function gets replies in place of rewards."""
+        function = import_object(self.path)
+        return callable(function) and next(iter(inspect.signature(function).parameters), "") == "groups"
 
     @property
     @override
@@ -83,14 +83,30 @@ class CustomAdvantage(Advantage):
 
     @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
-        """Advantages of all tokens. Raises ConfigError unless the function returns a number for each trajectory."""
-        rewards_PG = [net_rewards(traces_G) for traces_G in traces_PG]
-        values_PG = [np.asarray(values_G, np.float64) for values_G in self._function(list(rewards_PG), **self.args)]
-        shapes, needed = [values_G.shape for values_G in values_PG], [rewards_G.shape for rewards_G in rewards_PG]
-        if shapes != needed or not all(np.isfinite(values_G).all() for values_G in values_PG):
-            raise ConfigError(
-                f"{path_text(self.path)} returned arrays of the shapes {shapes} for rewards of the shapes {needed}, or "
-                "numbers that are not finite.",
-                "Return one array for each group, with a number for each of its rewards.",
+        """Advantages of all tokens. Raises ConfigError unless the function returns numbers for each trajectory."""
+        groups = [list(traces_G) if self._reads_replies else net_rewards(traces_G) for traces_G in traces_PG]
+        values_PG = self._function(groups)
+        with self.errors_named():  # the values may be those of a generator
+            values_PG = [list(values_G) for values_G in values_PG]
+        lengths, needed = [len(values_G) for values_G in values_PG], [len(traces_G) for traces_G in traces_PG]
+        if lengths != needed:
+            raise self.fault(
+                f"returned groups of {lengths} advantages for groups of {needed} replies",
+                "Return one array for each group, with a number for each of its replies, or an array for each token.",
             )
-        return [broadcast(traces_G, values_G) for traces_G, values_G in zip(traces_PG, values_PG, strict=True)]
+        return [
+            [self._of_tokens(trace, value) for trace, value in zip(traces_G, values_G, strict=True)]
+            for traces_G, values_G in zip(traces_PG, values_PG, strict=True)
+        ]
+
+    def _of_tokens(self, trace: Trace, value: Any) -> np.ndarray:
+        """The advantages of the tokens of a reply, float64 [T]."""
+        with self.errors_named():
+            array = np.asarray(value, np.float64)
+        if array.shape not in ((), (trace.length,)) or not np.isfinite(array).all():
+            what = "a number that is not finite" if array.shape in ((), (trace.length,)) else f"shape {array.shape}"
+            raise self.fault(
+                f"returned {what} for a reply of {counted(trace.length, 'token')}",
+                "Return one array for each group, with a finite number for each of its replies, or for each token.",
+            )
+        return np.broadcast_to(array, trace.length).copy()

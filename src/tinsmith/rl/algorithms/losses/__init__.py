@@ -19,6 +19,7 @@ from tinsmith.rl.algorithms.losses.policy_gradient import (
 )
 from tinsmith.rl.algorithms.losses.preference import DpoLoss
 from tinsmith.rl.algorithms.losses.supervised import MixChordLoss, MixLoss, OpmdLoss, SftIsLoss, SftLoss, SftPhiLoss
+from tinsmith.rl.algorithms.losses.user_code import CustomLoss
 
 LossConfig = Annotated[
     PpoLoss
@@ -36,6 +37,7 @@ LossConfig = Annotated[
     | DpoLoss
     | MixLoss
     | MixChordLoss
-    | DroLoss,
+    | DroLoss
+    | CustomLoss,
     Field(discriminator="type"),
 ]

@@ -27,6 +27,7 @@ from tinsmith.rl.record.monitors.trackers import (
     WandbConfig,
     WandbMonitor,
 )
+from tinsmith.rl.record.monitors.user_code import CustomMonitor
 from tinsmith.settings import Settings
 
 __all__ = ["MonitorConfig", "Monitors", "announce", "build", "preflight"]
@@ -54,7 +55,7 @@ class UnsupportedMonitor(Settings):
 
 
 MonitorConfig = Annotated[
-    ConsoleConfig | ReportConfig | TensorboardConfig | WandbConfig | MlflowConfig | UnsupportedMonitor,
+    ConsoleConfig | ReportConfig | TensorboardConfig | WandbConfig | MlflowConfig | CustomMonitor | UnsupportedMonitor,
     Field(discriminator="type"),
 ]
 
@@ -106,5 +107,7 @@ def _monitor(config: MonitorConfig, info: RunInfo, console: Console) -> Monitor:
             return BackgroundMonitor(WandbMonitor(config.model_copy(update=offline), info))
         case MlflowConfig():
             return BackgroundMonitor(MlflowMonitor(config, info))
+        case CustomMonitor():
+            return config.make(info)
         case UnsupportedMonitor():
             raise AssertionError("rejected by its validator")
