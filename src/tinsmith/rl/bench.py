@@ -33,7 +33,14 @@ from tinsmith.rl.record.monitors.jsonl import JsonlMonitor
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.run.folder import RunFolder
-from tinsmith.rl.run.parts import RunData, check_images, eval_workflow_maker, folder_path, open_environments
+from tinsmith.rl.run.parts import (
+    RunData,
+    check_images,
+    eval_context,
+    eval_workflow_maker,
+    folder_path,
+    open_environments,
+)
 from tinsmith.rl.run.state import read_state
 
 
@@ -123,7 +130,7 @@ def _evaluator(config: RunConfig, data: RunData, resources: RolloutResources, ru
         eval_workflow_maker(config, resources),
         config.seed,
         runner,
-        sampling=config.sampling,
+        context=eval_context(config, resources),
     )
 
 

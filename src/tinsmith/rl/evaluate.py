@@ -19,7 +19,7 @@ from tinsmith.rl.rewards import RewardConfig, Rewards
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 from tinsmith.rl.workflows import WorkflowConfig
-from tinsmith.rl.workflows.base import Workflow
+from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 from tinsmith.rl.workflows.scoring import scored
 from tinsmith.settings import Needs, Settings
 
@@ -149,11 +149,11 @@ class Evaluator:
         seed: int,
         runner: RolloutRunner,
         rewards: Rewards | None = None,
-        sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 - frozen
+        context: WorkflowContext | None = None,
     ) -> None:
         """`make_workflow` makes the workflow of a source from its name and settings. `rewards` score the baseline.
-        `sampling`: settings of training, for the functions of `config`."""
-        self._sampling = config.sampling(sampling)
+        `context` is that of the functions of `config`; without one, they are not called."""
+        self._functions, self._context = config.functions if context else (), context
         self._config, self._seed, self._runner, self._rewards = config, seed, runner, rewards
         self._parts: list[_EvalPart] = []
         for name, tasks in held_out.items():
@@ -164,7 +164,7 @@ class Evaluator:
 
     def due(self, step: int, steps: int) -> bool:
         """Whether to evaluate after `step`: it is due, and there are held-out tasks or functions."""
-        return bool(self._parts or self._config.functions) and self._config.due(step, steps)
+        return bool(self._parts or self._functions) and self._config.due(step, steps)
 
     @property
     def sources(self) -> list[str]:
@@ -180,8 +180,9 @@ class Evaluator:
             if part.name:
                 values |= self._metrics(part_groups, f"eval/{part.name}")
         limited = self._runner.requests.around(policy)
-        functions = self._config.functions
-        return groups, values | await function_metrics(functions, step, limited, self._sampling, self._seed)
+        if self._context is not None:
+            values |= await function_metrics(self._functions, step, limited, self._context, self._seed)
+        return groups, values
 
     async def _run_part(self, number: int, step: int, policy: Snapshot) -> tuple[Group, ...]:
         part, first = self._parts[number], sum(len(earlier.tasks) for earlier in self._parts[:number])

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import model_validator
 
 from tinsmith.rl.plugins import CustomPart, Kind, await_if_needed, path_text
-from tinsmith.rl.policy.sampling import SamplingConfig, Snapshot, request_seed
-from tinsmith.rl.workflows.conversation import WorkflowPolicy
+from tinsmith.rl.policy.sampling import Snapshot, request_seed
+from tinsmith.rl.workflows.base import WorkflowContext, WorkflowPolicy
 
 _FUNCTIONS = 2
 """Separates the sampling seeds of these evaluations from others."""
@@ -58,14 +58,12 @@ class CustomEvaluation(CustomPart):
 
 
 async def function_metrics(
-    functions: Sequence[CustomEvaluation], step: int, policy: Snapshot, sampling: SamplingConfig, seed: int
+    functions: Sequence[CustomEvaluation], step: int, policy: Snapshot, context: WorkflowContext, seed: int
 ) -> dict[str, float]:
     """Metrics of all functions, one after the other."""
     metrics: dict[str, float] = {}
     for number, function in enumerate(functions):
-        of_function = WorkflowPolicy(
-            policy, sampling, request_seed(seed, step, number, _FUNCTIONS), store={}, evaluating=True
-        )
+        of_function = WorkflowPolicy(policy, context, request_seed(seed, step, number, _FUNCTIONS))
         values = await function.metrics(of_function, step)
         if twice := sorted(values.keys() & metrics.keys()):
             raise function.fault(f"returned {twice[0]}, as another evaluation did", "Set a name: on one of them.")

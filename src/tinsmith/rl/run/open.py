@@ -51,6 +51,7 @@ from tinsmith.rl.run.parts import (
     RunData,
     check_images,
     connect_policy,
+    eval_context,
     eval_workflow_maker,
     folder_path,
     open_environments,
@@ -266,10 +267,8 @@ def _evaluator(
     config: RunConfig, held_out: HeldOutTasks, resources: RolloutResources, runner: RolloutRunner
 ) -> Evaluator:
     rewards = Rewards(config.eval.rewards or config.rewards, pool=resources.scoring) if config.evaluates else None
-    make_workflow = eval_workflow_maker(config, resources)
-    return Evaluator(
-        config.eval, held_out if rewards else {}, make_workflow, config.seed, runner, rewards, config.sampling
-    )
+    make_workflow, context = eval_workflow_maker(config, resources), eval_context(config, resources)
+    return Evaluator(config.eval, held_out if rewards else {}, make_workflow, config.seed, runner, rewards, context)
 
 
 async def _algorithm(

@@ -134,6 +134,11 @@ def eval_workflow_maker(config: RunConfig, resources: RolloutResources) -> Calla
     return make
 
 
+def eval_context(config: RunConfig, resources: RolloutResources) -> WorkflowContext:
+    """The context of functions that evaluate the policy."""
+    return _context(config.eval.sampling(config.sampling), resources, needs_rewards=False, evaluating=True)
+
+
 def _context(
     sampling: SamplingConfig, resources: RolloutResources, *, needs_rewards: bool, evaluating: bool
 ) -> WorkflowContext:

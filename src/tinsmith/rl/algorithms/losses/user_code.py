@@ -111,7 +111,9 @@ class CustomLoss(CustomPart, PolicyLoss):
                 values, metrics = self._own.tokens(logprobs, batch)
             return self._checked(values, logprobs), metrics
         function, taken = self._function
-        arrays = dict(zip(INPUTS, (logprobs, batch.old, batch.advantages, batch.reference), strict=True))
+        arrays: dict[str, Any] = dict(
+            zip(INPUTS, (logprobs, batch.old, batch.advantages, batch.reference), strict=True)
+        )
         lengths = torch.bincount(batch.sequence).tolist()
         pieces = {name: arrays[name].split(lengths) for name in taken}
         ends = np.cumsum(lengths)
