@@ -57,8 +57,8 @@ def test_run_with_all_parts_of_the_page(folder, capsys):
 
 
 def test_callback_of_the_page_ends_a_run(folder):
-    given = {**yaml.safe_load(RUN_FILE), "callbacks": [{"type": "enough", "reward": -1e9}], "filters": []}
-    config = settings(folder / "run", **given, steps=4)
+    values = {**yaml.safe_load(RUN_FILE), "callbacks": [{"type": "enough", "reward": -1e9}], "filters": []}
+    config = settings(folder / "run", **values, steps=4)
     assert run(config).step == 1
     assert run(config).step == 1  # a finished run is left as it is
 

@@ -23,7 +23,7 @@ class CustomEvaluation(CustomPart):
     `step`; others are its arguments. It returns a number, which is the metric eval/NAME, or a mapping of numbers, which
     are eval/NAME/KEY.
 
-    Example: async def length(policy): return len((await policy.conversation().say("Tell me a story.")).text)
+    Example: async def length(policy): return len((await policy.conversation().say("Write a poem.")).text)
     """
 
     kind: ClassVar[Kind] = "evaluation"

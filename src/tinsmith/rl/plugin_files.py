@@ -123,16 +123,16 @@ def _registered(place: Path) -> dict[tuple[Kind, str], str]:
     resolved = str(folder.resolve())
     if resolved not in sys.path:
         sys.path.append(resolved)  # so that the files can import each other
-    found: dict[tuple[Kind, str], str] = {}
+    paths: dict[tuple[Kind, str], str] = {}
     for file in files:
         for key, path in _parts_of(_module(file)):
-            if key in found:
+            if key in paths:
                 kind, name = key
                 raise ConfigError(
-                    f"plugins: {found[key]} and {path} are both the {kind} '{name}'.", "Give each a name of its own."
+                    f"plugins: {paths[key]} and {path} are both the {kind} '{name}'.", "Give each a name of its own."
                 )
-            found[key] = path
-    return found
+            paths[key] = path
+    return paths
 
 
 def _parts_of(module: ModuleType) -> Iterator[tuple[tuple[Kind, str], str]]:

@@ -425,9 +425,9 @@ class CustomPart(Settings):
             raise self.fault(f"returned {value!r:.80}{place}", "Return finite numbers.")
         return number
 
-    def fault(self, what: str, fix: str) -> ConfigError:
+    def fault(self, deed: str, fix: str) -> ConfigError:
         """The error about something wrong that the code returned."""
-        return ConfigError(f"The {self.label} {what}.", fix)
+        return ConfigError(f"The {self.label} {deed}.", fix)
 
 
 def _is_library(file: str) -> bool:

@@ -62,8 +62,8 @@ class Squared(PolicyLoss):
 
 def test_loss_of_a_user_equals_the_built_in_one() -> None:
     ours, builtin = CustomLoss(path=clipped), PpoLoss(dual_clip=None)
-    mine, reference = check_gradient(ours), check_gradient(builtin)
-    assert (mine.equal, mine.gradient) == (True, pytest.approx(reference.gradient))
+    checked, reference = check_gradient(ours), check_gradient(builtin)
+    assert (checked.equal, checked.gradient) == (True, pytest.approx(reference.gradient))
 
 
 @pytest.mark.e2e

@@ -126,7 +126,7 @@ async def _parts(
 ) -> AsyncIterator[Run]:
     """Create the parts of a run, and close them in order. Raises ConfigError before the first request to a server."""
     task_sampler, held_out = data.tasks
-    runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
+    runner, callbacks = RolloutRunner(config.rollout, RequestLimit(config.concurrency)), Callbacks(config.callbacks)
     async with AsyncExitStack() as stack:
         policy = await connect_policy(config, folder, connect, console)
         await check_images(data, policy.models)
@@ -142,13 +142,9 @@ async def _parts(
         stack.push_async_callback(batches.close)
         algorithm, critic, reference = await _algorithm(config, policy, runner.requests, state)
         _announce(config, algorithm, console)
-        recorder = Recorder(
-            config.steps,
-            monitors.build(config.monitors, _run_info(config, folder, policy), console),
-            Timeline(folder.path),
-            TokenRates(runner.requests),
-            OverlapMeter(lambda: batches.busy_seconds),
-        )
+        written = monitors.build(config.monitors, _run_info(config, folder, policy), console)
+        overlap = OverlapMeter(lambda: batches.busy_seconds)
+        recorder = Recorder(config.steps, written, Timeline(folder.path), TokenRates(runner.requests), overlap)
         records.callback(recorder.close)
         learner = Learner(
             config=config,
@@ -178,7 +174,7 @@ async def _parts(
             checkpoints=checkpoints,
             ending=checkpoints.ending,
             stop=stop,
-            callbacks=Callbacks(config.callbacks),
+            callbacks=callbacks,
         )
 
 

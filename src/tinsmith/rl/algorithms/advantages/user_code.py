@@ -104,9 +104,9 @@ class CustomAdvantage(CustomPart, Advantage):
         with self.errors_named():
             array = np.asarray(value, np.float64)
         if array.shape not in ((), (trace.length,)) or not np.isfinite(array).all():
-            what = "a number that is not finite" if array.shape in ((), (trace.length,)) else f"shape {array.shape}"
+            returned = "a number that is not finite" if array.shape in ((), (trace.length,)) else f"shape {array.shape}"
             raise self.fault(
-                f"returned {what} for a reply of {counted(trace.length, 'token')}",
+                f"returned {returned} for a reply of {counted(trace.length, 'token')}",
                 "Return one array for each group, with a finite number for each of its replies, or for each token.",
             )
         return np.broadcast_to(array, trace.length).copy()

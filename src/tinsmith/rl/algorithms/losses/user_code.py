@@ -21,7 +21,7 @@ from tinsmith.rl.plugins import CustomPart, Kind
 INPUTS = ("logprobs", "sampling_logprobs", "advantages", "reference_logprobs")
 """Parameters that a loss may have besides its own: tensors of the tokens of a reply."""
 _SIZES = frozenset(("shape", "size", "numel", "nelement", "ndim", "dim"))
-"""What a server does not tell of the tokens that a mask selects."""
+"""Attributes that a server does not compute of the tokens that a mask selects."""
 _FIX = "Return a loss for each token, a tensor of the shape of logprobs, or (losses, metrics)."
 
 
