@@ -40,8 +40,8 @@ def check(
     Reads all rows as the run does, shows the first prompts, and counts tasks, held-out tasks and steps of an epoch.
     Data that cannot be reached, because it needs a network or credentials, is noted. Also checks on this machine what
     the monitors need: packages, API keys, servers that respond; and, for tasks with images, whether the model takes
-    them, as its server or its folder says. Lists the parts of your own that the file uses, with their places, and computes
-    a policy loss of your own on random tokens. Exits with 0, or with 2 after listing every error with its fix.
+    them, as its server or its folder says. Lists the parts of your own that the file uses, with their places, and
+    computes a policy loss of your own on random tokens. Exits with 0, or with 2 after listing every error with its fix.
     """
     file, overrides = file_and_overrides("check", words, config)
     if offline:
