@@ -72,6 +72,7 @@ app.command("tinsmith.cli.check:check", name="check", help="Check a run file and
 app.command("tinsmith.cli.sweep:sweep", name="sweep", help="Train a run file with several values of some settings.")
 app.command("tinsmith.cli.run_file:config", name="config", help="Show a run file with all settings, or convert one.")
 app.command("tinsmith.cli.data:app", name="data", help="Prepare datasets as JSONL files for run files.")
+app.command("tinsmith.cli.show:show", name="show", help="Show a run, its rollouts, or one of them whole.")
 app.command("tinsmith.cli.log:log", name="log", help="Show the log of a run.")
 app.command("tinsmith.cli.prove:prove", name="prove", help="Prove on this machine that the service is exact.")
 app.command("tinsmith.cli.machine:doctor", name="doctor", help="Check this machine for everything the service needs.")

@@ -38,7 +38,7 @@ def log(
     from tinsmith.rl.record import logs
     from tinsmith.rl.record.layout import Layout
 
-    place = folder or _latest(Path("runs"))
+    place = folder or latest_run(Path("runs"))
     if not (file := Layout(place).log).exists():
         raise ConfigError(
             f"There is no {file.name} in {place}.", "Name the folder of a run. Example: tinsmith log runs/demo."
@@ -51,7 +51,8 @@ def log(
             sys.stdout.flush()
 
 
-def _latest(runs: Path) -> Path:
+def latest_run(runs: Path) -> Path:
+    """The folder of the most recent run in `runs`. Raises ConfigError if there is none."""
     from tinsmith.rl.record.layout import Layout
 
     files = list(runs.glob(f"**/{Layout(runs).log.name}"))
