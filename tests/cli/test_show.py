@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tests.rl.history.test_transcript import HOSTILE, record
 from tests.rl.scripted_run import run, settings
-from tinsmith.cli.show import show
+from tinsmith.cli.show import Listed, Shown, show
 from tinsmith.errors import ConfigError
 from tinsmith.rl.history import RunHistory
 from tinsmith.rl.history.console_rollout import print_group
@@ -64,25 +64,29 @@ def test_overview_has_state_curves_and_comparison(finished: Path, capsys: pytest
 
 
 def test_lists_rollouts_that_conditions_select(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    show(finished, step="2..3", reward="1..", sort="tokens", json_=True)
+    show(finished, listed=Listed(step="2..3", reward="1..", sort="tokens"), json_=True)
     listed = json.loads(capsys.readouterr().out)
     assert {row["reward"] for row in listed["rollouts"]} <= {1.0}
     assert all(row["step"] in (2, 3) and row["id"].startswith("train-") for row in listed["rollouts"])
-    show(finished, eval_=True, limit=2)
+    show(finished, listed=Listed(eval=True, limit=2))
     assert "2 of 10 rollouts" in capsys.readouterr().out
-    show(finished, search="no such text")
+    show(finished, listed=Listed(search="no such text"))
     assert "0 of 0 rollouts" in capsys.readouterr().out
 
 
 def test_one_rollout_and_its_group(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    show(finished, "train-2-5", tokens="advantage")
+    show(finished, "train-2-5", shown=Shown(tokens="advantage"))
     text = capsys.readouterr().out
     assert "group 1, number 1" in text
     assert "right answer" in text
-    show(finished, "train-2-5", group=True, json_=True)
+    show(finished, "train-2-5", shown=Shown(group=True), json_=True)
     assert [each["id"] for each in json.loads(capsys.readouterr().out)] == [f"train-2-{at}" for at in range(4, 8)]
     with pytest.raises(ConfigError, match="There is no rollout train-99-0"):
         show(finished, "train-99-0")
+    with pytest.raises(ConfigError, match="need a rollout"):
+        show(finished, shown=Shown(thinking=True))
+    with pytest.raises(ConfigError, match="Conditions select rollouts of a list"):
+        show(finished, "train-2-5", listed=Listed(failed=True))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +94,7 @@ def test_one_rollout_and_its_group(finished: Path, capsys: pytest.CaptureFixture
 )
 def test_ranges_are_checked(finished: Path, option: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"--{option}"):
-        show(finished, **{option: value})
+        show(finished, listed=Listed(**{option: value}))
 
 
 @pytest.mark.parametrize("color", [None, "truecolor"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,89 +16,86 @@ from tinsmith.plurals import counted
 from tinsmith.terminal import new_console
 
 if TYPE_CHECKING:
-    from tinsmith.rl.history import RolloutRow, RunHistory
+    from tinsmith.rl.history import RolloutFilter, RolloutRow, RunHistory
 
-Flag = Annotated[bool, Parameter(negative="")]
+Sort = Literal["step", "reward", "tokens", "turns", "advantage", "task"]
+Measure = Literal["logprob", "advantage", "difference"]
 _LIMIT, _INSPECT_LIMIT = 20, 1_000
 
 
+def _flag(text: str, name: str | None = None) -> Parameter:
+    return Parameter(help=text, name=name, negative="")
+
+
+def _option(text: str) -> Parameter:
+    return Parameter(help=text, allow_leading_hyphen=True)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """Which rollouts to list, and how."""
+
+    step: Annotated[str, _option("List rollouts of this step, or of steps such as 10..20 or 10..")] = ""
+    task: Annotated[str, _option("List rollouts of tasks whose name contains this text.")] = ""
+    reward: Annotated[str, _option("List rollouts with a reward in this range: MIN..MAX, MIN.. or ..MAX.")] = ""
+    role: Annotated[str, _option("List rollouts in which this role took part.")] = ""
+    environment: Annotated[str, _option("List rollouts of this environment.")] = ""
+    search: Annotated[str, _option("List rollouts whose messages, replies or errors have this text, in any case.")] = ""
+    failed: Annotated[bool, _flag("List failed rollouts.")] = False
+    cut: Annotated[bool, _flag("List rollouts that reached the limit of tokens.")] = False
+    right: Annotated[bool, _flag("List rollouts that are right.")] = False
+    wrong: Annotated[bool, _flag("List rollouts that are wrong.")] = False
+    eval: Annotated[bool, _flag("List rollouts of evaluations, in place of those of training.")] = False
+    sort: Annotated[Sort, Parameter(help="Order. By step: the newest first; else the smallest values first.")] = "step"
+    reverse: Annotated[bool, _flag("Reverse the order.")] = False
+    limit: Annotated[int, Parameter(help="Most rollouts of a list. 0: 20, or 1,000 with --inspect.")] = 0
+
+    @property
+    def selection(self) -> RolloutFilter:
+        """The conditions. Raises ConfigError for ranges that are none."""
+        from tinsmith.rl.history import RolloutFilter
+
+        return RolloutFilter(
+            kind="eval" if self.eval else "train",
+            steps=_steps(self.step),
+            task=self.task,
+            reward=_range("--reward", self.reward),
+            role=self.role,
+            environment=self.environment,
+            search=self.search,
+            failed=self.failed or None,
+            cut=self.cut or None,
+            correct=None if self.right == self.wrong else self.right,
+        )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """How to show a rollout."""
+
+    group: Annotated[bool, _flag("With an ID: show all rollouts of its group.")] = False
+    tokens: Annotated[
+        Measure | None, Parameter(help="With an ID: color tokens; difference: logprob of the trainer less the sampler.")
+    ] = None
+    thinking: Annotated[bool, _flag("With an ID: show what the model thought before its replies.")] = False
+
+
 def show(
-    run: Path | None = None,
-    rollout: str = "",
+    run: Annotated[Path | None, Parameter(help="Folder of the run. Default: the most recent one under runs/.")] = None,
+    rollout: Annotated[str, Parameter(help="ID of a rollout to show whole, such as train-12-3.")] = "",
     /,
     *,
-    step: str = "",
-    task: str = "",
-    reward: Annotated[str, Parameter(allow_leading_hyphen=True)] = "",
-    role: str = "",
-    environment: str = "",
-    search: str = "",
-    failed: Flag = False,
-    cut: Flag = False,
-    right: Flag = False,
-    wrong: Flag = False,
-    eval_: Annotated[bool, Parameter(name="--eval", negative="")] = False,
-    sort: Literal["step", "reward", "tokens", "turns", "advantage", "task"] = "step",
-    reverse: Flag = False,
-    limit: int = 0,
-    group: Flag = False,
-    tokens: Literal["", "logprob", "advantage", "difference"] = "",
-    thinking: Flag = False,
-    part: str = "",
-    inspect: Path | None = None,
-    json_: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    listed: Listed = Listed(),
+    shown: Shown = Shown(),
+    part: Annotated[str, Parameter(help="What another process of the run has recorded: bench or explore.")] = "",
+    inspect: Annotated[Path | None, Parameter(help="Write the list to this .eval file, for inspect view.")] = None,
+    json_: Annotated[bool, _flag("Print JSON.", "--json")] = False,
 ) -> None:
-    """Show a run: how it stands, its curves and findings; with a condition, its rollouts; with an ID, one of them.
-
-    Parameters
-    ----------
-    run
-        Folder of the run. Default: the most recent one under runs/.
-    rollout
-        ID of a rollout to show whole, as lists have it, such as train-12-3.
-    step
-        List rollouts of this step, or of steps such as 10..20 or 10.. .
-    task
-        List rollouts of tasks whose name contains this text.
-    reward
-        List rollouts with a reward in this range: MIN..MAX, MIN.. or ..MAX.
-    role
-        List rollouts in which this role took part.
-    environment
-        List rollouts of this environment.
-    search
-        List rollouts whose messages, replies or errors contain this text, ignoring case.
-    failed
-        List failed rollouts.
-    cut
-        List rollouts that reached the limit of tokens.
-    right
-        List rollouts that are right.
-    wrong
-        List rollouts that are wrong.
-    eval_
-        List rollouts of evaluations, in place of those of training.
-    sort
-        Order of the list. By step: the newest first; else the smallest values first.
-    reverse
-        Reverse the order.
-    limit
-        Largest number of rollouts in the list. Default: 20, or 1,000 with --inspect.
-    group
-        With an ID: show all rollouts of its group.
-    tokens
-        With an ID: color tokens by logprob, advantage, or the difference of trainer and sampler.
-    thinking
-        With an ID: show what the model thought before its replies.
-    part
-        Show what another process of the run has recorded: bench, explore or explore-NAME.
-    inspect
-        Write the rollouts of the list to this .eval file, for `inspect view`.
-    json_
-        Print JSON.
-    """
+    """Show a run: its state, curves and findings; with a condition, its rollouts; with an ID, one of them whole."""
     from tinsmith.cli.log import latest_run
-    from tinsmith.rl.history import RolloutFilter, RunHistory
+    from tinsmith.rl.history import RunHistory
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal of another encoding
@@ -106,28 +103,26 @@ def show(
     if part:
         history = _part(history, part)
     if rollout:
-        _show_one(history, rollout, group=group, tokens=tokens, thinking=thinking, as_json=json_)
-        return
-    correct = None if right == wrong else right
-    selection = RolloutFilter(
-        kind="eval" if eval_ else "train",
-        steps=_steps(step),
-        task=task,
-        reward=_range("--reward", reward),
-        role=role,
-        environment=environment,
-        search=search,
-        failed=failed or None,
-        cut=cut or None,
-        correct=correct,
-    )
-    lists = selection != RolloutFilter(kind="train") or limit or sort != "step" or reverse or inspect
-    if not lists:
+        if listed != Listed() or inspect:
+            raise ConfigError("Conditions select rollouts of a list.", "Leave out either the ID or the conditions.")
+        _show_one(history, rollout, shown, as_json=json_)
+    elif shown != Shown():
+        raise ConfigError("--group, --tokens and --thinking need a rollout.", "Example: tinsmith show RUN train-12-3")
+    elif listed == Listed() and inspect is None:
         _show_run(history, as_json=json_)
-        return
-    descending = (sort == "step") != reverse
-    limit = limit or (_INSPECT_LIMIT if inspect else _LIMIT)
-    page = history.rollouts.find(selection, sort=sort, descending=descending, limit=limit)
+    else:
+        _show_list(history, listed, inspect, as_json=json_)
+
+
+def _show_list(history: RunHistory, listed: Listed, inspect: Path | None, *, as_json: bool) -> None:
+    if listed.limit < 0:
+        raise ConfigError(f"--limit {listed.limit} is below 0.")
+    page = history.rollouts.find(
+        listed.selection,
+        sort=listed.sort,
+        descending=(listed.sort == "step") != listed.reverse,
+        limit=listed.limit or (_INSPECT_LIMIT if inspect else _LIMIT),
+    )
     if inspect is not None:
         from tinsmith.rl.history.inspect_log import write_log
 
@@ -136,13 +131,12 @@ def show(
             f"{len(page.rows):,} of {counted(page.total, 'rollout')} in {inspect}: "
             f"inspect view --log-dir {inspect.parent}\n"
         )
-        return
-    if json_:
+    elif as_json:
         _print_json({"total": page.total, "rollouts": [_row(row) for row in page.rows]})
-        return
-    from tinsmith.rl.history.console_run import print_rollouts
+    else:
+        from tinsmith.rl.history.console_run import print_rollouts
 
-    print_rollouts(history, page, new_console(highlight=False))
+        print_rollouts(history, page, new_console(highlight=False))
 
 
 def _show_run(history: RunHistory, *, as_json: bool) -> None:
@@ -154,7 +148,7 @@ def _show_run(history: RunHistory, *, as_json: bool) -> None:
     print_overview(history, new_console(highlight=False))
 
 
-def _show_one(history: RunHistory, identity: str, *, group: bool, tokens: Any, thinking: bool, as_json: bool) -> None:
+def _show_one(history: RunHistory, identity: str, shown: Shown, *, as_json: bool) -> None:
     from tinsmith.rl.history.console_rollout import print_group
 
     if (row := history.rollouts.row(identity)) is None:
@@ -162,13 +156,13 @@ def _show_one(history: RunHistory, identity: str, *, group: bool, tokens: Any, t
             f"There is no rollout {identity} in {history.path}.",
             f"A rollout has an ID such as train-12-3: tinsmith show {history.path} --limit 20 lists them.",
         )
-    rows: Sequence[RolloutRow] = history.rollouts.group(row) if group else (row,)
+    rows: Sequence[RolloutRow] = history.rollouts.group(row) if shown.group else (row,)
     records = [history.rollouts.read(each) for each in rows]
     if as_json:
-        shown = [{"id": each.id, **record} for each, record in zip(rows, records, strict=True)]
-        _print_json(shown if group else shown[0])
+        values = [{"id": each.id, **record} for each, record in zip(rows, records, strict=True)]
+        _print_json(values if shown.group else values[0])
         return
-    print_group(rows, records, new_console(highlight=False), measure=tokens or None, thinking=thinking)
+    print_group(rows, records, new_console(highlight=False), measure=shown.tokens, thinking=shown.thinking)
 
 
 def _overview(history: RunHistory) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def _print_block(console: Console, head: str, text: Text, style: str = "blue") -
 
 
 def _colored(turn: TurnRecord, measure: Measure, *, has_colors: bool) -> Text:
-    """The tokens with a background by their values, where colors are shown; else with the values behind them."""
+    """The tokens with a background by their values, where colors are shown; else with the values after them."""
     text, largest = Text(), turn.largest(measure)
     for token in turn.tokens[:_TOKENS]:
         value = token.value(measure)
