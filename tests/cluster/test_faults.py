@@ -80,7 +80,7 @@ def run_store(
     quieten()
     plan = Plan.draw(seed, count, weights, longest_s=3.0)
     cluster = ClusterConfig(trainers=2, shards=2, samplers=2, cache=folder / "cache")
-    config = group_config(folder / "data", model, cluster).model_copy(update={"store": (folder / "store").as_uri()})
+    config = group_config(folder / "data", model, cluster, (folder / "store").as_uri())
     blind = blind_python(folder, folder / "data", folder / "cache")
     return Run(folder, plan, tenants, config, sampling_tolerance=TOLERANCE, blind=blind).run(_print)
 

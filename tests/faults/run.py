@@ -283,11 +283,11 @@ def fake_config(data: Path) -> ServeConfig:
     )
 
 
-def group_config(data: Path, model: Path, cluster: ClusterConfig) -> ServeConfig:
-    """A service of the model `toy` with several processes, in deterministic mode."""
+def group_config(data: Path, model: Path, cluster: ClusterConfig, store: str | None = None) -> ServeConfig:
+    """A service of the model `toy` with several processes, in deterministic mode. `store`: URL of an object store."""
     config = torch_config(data, model)
     changes = {"cluster": cluster, "deterministic": True, "pass_tokens": 64, "engine_timeout_s": GROUP_TIMEOUT_S}
-    return ServeConfig(**(config.model_dump() | changes))
+    return ServeConfig(**(config.model_dump() | changes | {"store": store}))
 
 
 def torch_config(data: Path, model: Path) -> ServeConfig:
