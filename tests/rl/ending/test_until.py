@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from tests.rl.scripted_run import rows, run, scripted, settings
-from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.ending.until import EndCondition, UntilConfig
@@ -165,7 +164,7 @@ def test_stop_in_a_stage_is_continued_there(tmp_path):
 
 
 def test_stage_refuses_a_time_limit_of_its_own(tmp_path):
-    with pytest.raises(ConfigError, match=r"time_limit cannot differ between stages.*until.time_limit"):
+    with pytest.raises(ValidationError, match=r"time_limit cannot differ between stages.*until.time_limit"):
         settings(tmp_path, stages=[{"name": "a", "time_limit": 5}], steps=0)
 
 

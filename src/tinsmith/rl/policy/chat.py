@@ -130,6 +130,10 @@ class Chat(ChatCodec):
         """Number of token ids."""
         return len(self._tokenizer)
 
+    def save_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer to a folder, for programs that read it from one."""
+        self._tokenizer.save_pretrained(folder)
+
     @property
     @override
     def template(self) -> str:

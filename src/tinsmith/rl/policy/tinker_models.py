@@ -284,6 +284,14 @@ class TinkerModels(Models):
         await end_session(self.service, "success")
 
 
+async def base_model_of(path: str, base_url: str, api_key: str) -> str:
+    """Name of the base model of a checkpoint. Raises UserError if the server has no such checkpoint."""
+    rest = await asyncio.to_thread(tinker.RestClient, base_url=base_url, api_key=api_key)
+    async with translate_errors(f"looking up {path}"):
+        info = await rest.get_weights_info_by_tinker_path(path)
+    return info.base_model
+
+
 def _not_returned(field: str) -> Unsupported:
     return Unsupported(
         f"The server accepts {field} and returns none.",

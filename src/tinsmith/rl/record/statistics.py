@@ -54,7 +54,7 @@ def compare(first: Sequence[float], second: Sequence[float], seed: int = 0) -> P
     """Compare results [T] of two models on the same tasks, T > 0. The same seed gives the same numbers."""
     first_T, second_T = np.asarray(first, np.float64), np.asarray(second, np.float64)
     differences_T = second_T - first_T
-    low, high = _bootstrap_interval(differences_T, seed)
+    low, high = interval_of_mean(differences_T, seed)
     return PairedComparison(
         tasks=len(differences_T),
         first=float(first_T.mean()),
@@ -69,11 +69,13 @@ def compare(first: Sequence[float], second: Sequence[float], seed: int = 0) -> P
     )
 
 
-def _bootstrap_interval(differences_T: np.ndarray, seed: int) -> tuple[float, float]:
-    rng, size = np.random.default_rng((seed, 0)), len(differences_T)
+def interval_of_mean(values: Sequence[float] | np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """The 95 % confidence interval of the mean of values [T], T > 0."""
+    values_T = np.asarray(values, np.float64)
+    rng, size = np.random.default_rng((seed, 0)), len(values_T)
     means: list[np.ndarray] = []
     for draws in _chunks(BOOTSTRAP_DRAWS, size):
-        means.append(differences_T[rng.integers(0, size, (draws, size))].mean(axis=1))
+        means.append(values_T[rng.integers(0, size, (draws, size))].mean(axis=1))
     tail = 50.0 * (1.0 - CONFIDENCE)
     low, high = np.percentile(np.concatenate(means), [tail, 100.0 - tail])
     return float(low), float(high)

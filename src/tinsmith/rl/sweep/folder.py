@@ -20,6 +20,7 @@ from pydantic import Field, ValidationError
 
 from tinsmith.atomic import atomic_write
 from tinsmith.errors import ConfigError
+from tinsmith.rl.record.layout import Layout
 from tinsmith.rl.run.folder import lock_run
 from tinsmith.settings import Settings, writable_folder
 
@@ -56,7 +57,7 @@ class SweepFolder:
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
         self.results, self.page, self.best = (
-            self.path / "results.json",
+            Layout(self.path).results,
             self.path / "sweep.html",
             self.path / "best.yaml",
         )
@@ -88,7 +89,7 @@ class SweepFolder:
 
     def read(self) -> SweepRecord:
         """The record; an empty one in a new folder. Raises ConfigError if it is damaged or the folder is a run's."""
-        if (self.path / "run.yaml").exists():
+        if Layout(self.path).settings.exists():
             raise ConfigError(f"{self.path} is the folder of a run.", "Set --out to another folder.")
         if not self._state.exists():
             return SweepRecord()

@@ -1,0 +1,213 @@
+"""The command `tinsmith eval`: a model, a run's weights or a checkpoint on benchmarks, by their names.
+
+Messages go to standard error: with --json, standard output is the scores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from tinsmith.errors import ConfigError
+from tinsmith.terminal import new_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tinsmith.rl.config import RunConfig
+    from tinsmith.rl.evaluation.endpoint import Endpoint, Sampling
+    from tinsmith.rl.evaluation.scores import Scores
+
+Words = Annotated[
+    str,
+    Parameter(
+        name="MODEL|RUN|tinker://… BENCHMARKS",
+        help="What to evaluate: a base model, the folder of a run, or a checkpoint. Then benchmarks: a name of "
+        "lm-evaluation-harness, such as gsm8k or ifeval, or a task of Inspect, as PACKAGE/TASK or FILE.py@TASK. Words "
+        "such as service.engine=fake are settings of the model and of the service that is started.",
+        allow_leading_hyphen=False,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How benchmarks are sampled.
+
+    Example: Options(samples=4, temperature=0.7, limit=100)
+    """
+
+    samples: int = 1
+    """Answers to each problem; several report avg@k, pass@k and maj@k."""
+    temperature: float | None = None
+    """Sampling temperature. Default: the benchmark's own, mostly 0."""
+    max_tokens: int | None = None
+    """Largest number of tokens in an answer. Default: the benchmark's own."""
+    limit: int | None = None
+    """Take only the first so many problems of each benchmark."""
+    chat: bool = False
+    """Send the prompts of lm-evaluation-harness through the model's chat template."""
+    include: Path | None = None
+    """Folder with tasks of your own for lm-evaluation-harness (YAML), which may name local data."""
+    seed: int = 0
+    """Seed of the answers and the intervals."""
+
+
+def evaluate(
+    *words: Words,
+    options: Annotated[Options, Parameter(name="*")] = Options(),
+    alone: Annotated[bool, Parameter(negative="")] = False,
+    out: Path | None = None,
+    json_: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> None:
+    """Evaluate a model, the weights of a run or a checkpoint on benchmarks, through the server's OpenAI API.
+
+    A run and a checkpoint are compared with their base model, problem by problem. The server of a checkpoint is
+    TINKER_BASE_URL; for a model and a run, a service is started where no URL is set.
+
+    Parameters
+    ----------
+    alone
+        Do not evaluate the base model of a run or a checkpoint too.
+    out
+        File for the scores, as JSON.
+    json_
+        Print the scores as JSON.
+    """
+    from tinsmith.rl.evaluation import scores
+
+    target, benchmarks, overrides = _parsed(words)
+    sampling, console = _sampling(options), new_console(stderr=True, soft_wrap=True)
+    with ExitStack() as stack:
+        endpoint, weights = _endpoint(stack, target, overrides, console)
+        names = [endpoint.model] if not weights else [weights] if alone else [endpoint.model, weights]
+        models = {
+            name: _scores(replace(endpoint, model=name), benchmarks, sampling, console) for name in dict.fromkeys(names)
+        }
+    rows = scores.estimates(models, sampling.seed)
+    scores.print_table(console, rows)
+    text = json.dumps([row.row for row in rows], indent=2)
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")
+    if json_:
+        sys.stdout.write(text + "\n")
+
+
+def _parsed(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
+    """The model, the benchmarks and the settings among the words."""
+    overrides = [word for word in words if "=" in word and not word.startswith("tinker://")]
+    target, *benchmarks = [word for word in words if word not in overrides] or [""]
+    if not target or not benchmarks:
+        raise ConfigError(
+            "tinsmith eval needs what to evaluate, and a benchmark.", "Example: tinsmith eval runs/addition gsm8k"
+        )
+    if unknown := [word for word in overrides if word.partition(".")[0] not in ("model", "service")]:
+        raise ConfigError(
+            f"'{unknown[0]}': an evaluation takes settings of model and service only.",
+            "For a run file's own evaluation: tinsmith run FILE mode=bench.",
+        )
+    return target, benchmarks, overrides
+
+
+def _sampling(options: Options) -> Sampling:
+    from tinsmith.rl.evaluation.endpoint import Sampling
+
+    for name, least in (("samples", 1), ("limit", 1), ("max_tokens", 1), ("temperature", 0)):
+        value = options.__getattribute__(name)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}.", f"Give {least} or more.")
+    if options.samples > 1 and not options.temperature:
+        raise ConfigError("--samples above 1 needs --temperature above 0: greedy answers are identical.")
+    if options.include is not None and not options.include.is_dir():
+        raise ConfigError(f"--include: there is no folder {options.include}.")
+    return Sampling(
+        attempts=options.samples,
+        temperature=options.temperature,
+        max_tokens=options.max_tokens,
+        limit=options.limit,
+        chat=options.chat,
+        include=options.include,
+        seed=options.seed,
+    )
+
+
+def _scores(endpoint: Endpoint, benchmarks: Sequence[str], sampling: Sampling, console: Console) -> Scores:
+    from tinsmith.rl.evaluation import inspect_tasks, lm_harness
+
+    made: dict[str, Any] = {}
+    for name in benchmarks:
+        console.print(f"{endpoint.model}: {name}", highlight=False, markup=False)
+        is_inspect = "/" in name or "@" in name or name.endswith(".py")
+        made |= (inspect_tasks if is_inspect else lm_harness).run(name, endpoint, sampling)
+    return made
+
+
+def _endpoint(stack: ExitStack, target: str, overrides: Sequence[str], console: Console) -> tuple[Endpoint, str]:
+    """The base model on its server, which is started if it must be, and the path of the weights, if there are any."""
+    from tinsmith.rl.evaluation.endpoint import Endpoint
+    from tinsmith.rl.run.state import read_state
+    from tinsmith.runner import server, starts_service
+    from tinsmith.terminal import waiting
+
+    tokenizer = Path(stack.enter_context(TemporaryDirectory()))
+    weights = target if target.startswith("tinker://") else ""
+    config = _config(target, overrides, tokenizer)
+    if weights and starts_service(config):
+        raise ConfigError(
+            f"{weights}: TINKER_BASE_URL names no server that has it.",
+            "Start its server and set TINKER_BASE_URL and TINKER_API_KEY, or name the folder of its run.",
+        )
+    if (Path(target) / "run.yaml").exists():
+        if (state := read_state(Path(target))) is None:
+            raise ConfigError(f"{target} has no weights yet.", "Wait for its first checkpoint, or name the base model.")
+        weights = state.sampling_path or state.result_path
+    with waiting(console, f"Opening {target}"):
+        url, key = stack.enter_context(server(config))
+        base = asyncio.run(_save_tokenizer(url, key, config.model.name, weights, tokenizer))
+    return Endpoint(url=url, key=key, model=base, tokenizer=tokenizer), weights
+
+
+def _config(target: str, overrides: Sequence[str], folder: Path) -> RunConfig:
+    """The settings of the model and its service: those of the run in the folder, or of a model by name."""
+    from omegaconf import OmegaConf
+
+    from tinsmith.overrides import apply_overrides
+    from tinsmith.rl.config import RunConfig
+    from tinsmith.settings import build
+
+    file = Path(target) / "run.yaml"
+    values: dict[str, Any] = {"model": {"name": target}, "folder": str(folder)}
+    if file.exists():
+        stored: Any = OmegaConf.to_container(OmegaConf.load(file))
+        names = ("name", "base_url", "api_key_env", "tokenizer", "chat_template")
+        model = {name: stored["model"][name] for name in names}
+        values = {"model": model, "service": stored["service"], "folder": target}
+    elif Path(target).is_dir() and not (Path(target) / "config.json").exists():
+        raise ConfigError(f"{target} is neither the folder of a run nor of a model.", "Name one that has run.yaml.")
+    # A run file needs tasks; none of these is drawn.
+    tasks = {"tasks": {"eval": {"type": "addition"}}, "rewards": [{"type": "number"}]}
+    values = {**values, **tasks, "mode": "bench", "name": "eval"}
+    return build(RunConfig, apply_overrides(values, overrides, RunConfig), target)
+
+
+async def _save_tokenizer(url: str, key: str, base: str, weights: str, folder: Path) -> str:
+    """Write the tokenizer of the base model to a folder. Returns its name, which the server knows for a checkpoint."""
+    from tinsmith.rl.policy.models import ModelConfig
+    from tinsmith.rl.policy.tinker_models import TinkerModels, base_model_of
+
+    name = await base_model_of(weights, url, key) if base.startswith("tinker://") else base
+    models = await TinkerModels.connect(ModelConfig(name=name), url, key)
+    try:
+        models.chat.save_tokenizer(folder)
+    finally:
+        await models.close()
+    return name

@@ -1,0 +1,134 @@
+"""The scores of models on benchmarks: averages over attempts with intervals, and models compared problem by problem.
+
+avg@k is the mean score of an answer; pass@k the probability that one of k answers is right, estimated without bias from
+all of them; maj@k the score of the most frequent answer of k, the earliest of equally frequent ones. Intervals are
+95 %, by a bootstrap over problems.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tinsmith.rl.record.metrics import pass_at_k
+from tinsmith.rl.record.statistics import PairedComparison, compare, interval_of_mean
+
+_RIGHT = 1.0 - 1e-9
+"""A score from here on is a right answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One answer to a problem.
+
+    Example: Attempt("18", 1.0)
+    """
+
+    answer: str
+    """As the benchmark read it from the reply; empty if it says none."""
+    score: float
+
+
+Scores = Mapping[str, Mapping[str, Sequence[Attempt]]]
+"""Benchmark and metric -> problem -> its attempts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A measure of a model on a benchmark.
+
+    Example: Estimate(model="tiny", benchmark="gsm8k", measure="pass@4", problems=100, mean=0.3, low=0.2, high=0.4)
+    """
+
+    model: str
+    benchmark: str
+    measure: str
+    problems: int
+    mean: float
+    low: float
+    high: float
+    against_first: PairedComparison | None = None
+    """Compared with the first model on the same problems; None for the first model."""
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The estimate as JSON has it."""
+        return asdict(self)
+
+
+def estimates(models: Mapping[str, Scores], seed: int = 0) -> list[Estimate]:
+    """Every measure of every model, of which the first is the one that others are compared with."""
+    first = next(iter(models.values()), {})
+    rows = []
+    for number, (model, scores) in enumerate(models.items()):
+        for benchmark, problems in scores.items():
+            before = first.get(benchmark, {}) if number else {}
+            common = [name for name in problems if name in before]
+            old = measures({name: before[name] for name in common})
+            for measure, values in measures(problems).items():
+                low, high = interval_of_mean(list(values.values()), seed)
+                pairs = [(old[measure][name], values[name]) for name in common] if measure in old else []
+                rows.append(
+                    Estimate(
+                        model=model,
+                        benchmark=benchmark,
+                        measure=measure,
+                        problems=len(values),
+                        mean=sum(values.values()) / len(values),
+                        low=low,
+                        high=high,
+                        against_first=compare([a for a, _ in pairs], [b for _, b in pairs], seed) if pairs else None,
+                    )
+                )
+    return rows
+
+
+def measures(problems: Mapping[str, Sequence[Attempt]]) -> dict[str, dict[str, float]]:
+    """Measure -> its value for each problem. With one attempt, or scores other than right and wrong, the mean alone."""
+    k = min((len(attempts) for attempts in problems.values()), default=0)
+    if not k:
+        return {}
+    made = {f"avg@{k}": {name: sum(each.score for each in of) / len(of) for name, of in problems.items()}}
+    scores = {each.score for of in problems.values() for each in of}
+    if k > 1 and scores <= {0.0, 1.0}:
+        made[f"pass@{k}"] = {name: pass_at_k(len(of), _right(of), k) for name, of in problems.items()}
+        if all(each.answer for of in problems.values() for each in of):
+            made[f"maj@{k}"] = {name: _score_of_majority(of[:k]) for name, of in problems.items()}
+    return made
+
+
+def _right(attempts: Sequence[Attempt]) -> int:
+    return sum(each.score >= _RIGHT for each in attempts)
+
+
+def _score_of_majority(attempts: Sequence[Attempt]) -> float:
+    answer, _ = Counter(each.answer for each in attempts).most_common(1)[0]
+    return next(each.score for each in attempts if each.answer == answer)
+
+
+def print_table(console: Console, rows: Sequence[Estimate]) -> None:
+    """Print the estimates; those of later models with their difference from the first."""
+    compared = any(row.against_first for row in rows)
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in (
+        "benchmark",
+        "measure",
+        "model",
+        "score (95 %)",
+        "problems",
+        *(("difference", "p") if compared else ()),
+    ):
+        table.add_column(name, overflow="fold")
+    for row in sorted(rows, key=lambda row: (row.benchmark, row.measure)):
+        cells = [row.benchmark, row.measure, row.model, f"{row.mean:.4g} ({row.low:.3g} to {row.high:.3g})"]
+        cells.append(str(row.problems))
+        if compared and (pair := row.against_first) is not None:
+            cells += [f"{pair.difference:+.3g} ({pair.low:+.2g} to {pair.high:+.2g})", f"{pair.p_value:.2g}"]
+        table.add_row(*cells)
+    console.print(table)

@@ -1,0 +1,79 @@
+"""`tinsmith eval`: what it refuses, and real benchmarks on local data where their packages are installed."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tinsmith.cli.eval import Options, evaluate
+from tinsmith.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "error"),
+    [
+        ((), {}, "needs what to evaluate"),
+        (("tiny",), {}, "needs what to evaluate, and a benchmark"),
+        (("tiny", "gsm8k", "steps=2"), {}, "settings of model and service only"),
+        (("tiny", "gsm8k"), {"samples": 2}, "greedy answers are identical"),
+        (("tiny", "gsm8k"), {"limit": 0}, "--limit is 0"),
+        (("tiny", "gsm8k"), {"include": Path("absent")}, "no folder absent"),
+        (("tinker://run/sampler_weights/final", "gsm8k"), {}, "TINKER_BASE_URL names no server"),
+    ],
+)
+def test_evaluation_refuses_what_it_cannot_do(monkeypatch, words, options, error):
+    monkeypatch.delenv("TINKER_BASE_URL", raising=False)
+    with pytest.raises(ConfigError, match=error):
+        evaluate(*words, options=Options(**options))
+
+
+def test_folder_without_a_run_or_a_model_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("TINKER_BASE_URL", raising=False)
+    with pytest.raises(ConfigError, match="neither the folder of a run nor of a model"):
+        evaluate(str(tmp_path), "gsm8k")
+
+
+TASK = """
+task: local_sums
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["Q"], max_gen_toks: 4}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+"""
+INSPECT = """
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample, json_dataset
+from inspect_ai.scorer import match
+from inspect_ai.solver import generate
+
+@task
+def local_sums():
+    rows = json_dataset({rows!r}, lambda row: Sample(input=row["question"], target=row["answer"]))
+    return Task(dataset=rows, solver=generate(), scorer=match())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["lm_eval", "inspect_ai"])
+def test_benchmark_on_local_data(tmp_path, monkeypatch, capsys, tiny_llama, package):
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TINKER_BASE_URL", raising=False)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"question": "{n} + 1 =", "answer": "{n + 1}"}}\n' for n in range(3)))
+    (tmp_path / "local_sums.yaml").write_text(TASK.format(rows=rows))
+    (tmp_path / "sums.py").write_text(INSPECT.format(rows=str(rows)))
+    name = {"lm_eval": "local_sums", "inspect_ai": "sums.py@local_sums"}[package]
+    options = Options(include=tmp_path, samples=2, temperature=1.0, max_tokens=4)
+    evaluate("tiny", name, "service.engine=fake", f"service.source={tiny_llama}", options=options, json_=True)
+    scores = json.loads(capsys.readouterr().out)
+    assert {row["measure"] for row in scores} >= {"avg@2", "pass@2"}
+    assert {row["problems"] for row in scores} == {3}
