@@ -68,7 +68,7 @@ def translated(work: Callable[[], Any], of: str) -> Any:
 
 
 def _is_hub(error: BaseException | None) -> bool:
-    """Whether a library could not reach the hub, or was told not to."""
+    """Whether a library could not reach the hub, or may not."""
     names = ("OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectError", "MaxRetryError", "HfHubHTTPError")
     texts = ("couldn't reach", "offline mode", "on the hub", "cannot find the requested files")
     while error is not None:

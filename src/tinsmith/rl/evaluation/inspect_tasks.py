@@ -21,8 +21,8 @@ def run(name: str, endpoint: Endpoint, sampling: Sampling) -> Scores:
 
 
 def _run(name: str, endpoint: Endpoint, sampling: Sampling) -> Scores:
-    import inspect_ai
-    from inspect_ai.model import get_model
+    import inspect_ai  # pyright: ignore[reportMissingImports]
+    from inspect_ai.model import get_model  # pyright: ignore[reportMissingImports]
 
     model = get_model(
         f"openai-api/tinsmith/{endpoint.model}", base_url=f"{endpoint.url.rstrip('/')}/v1", api_key=endpoint.key

@@ -24,8 +24,8 @@ def run(name: str, endpoint: Endpoint, sampling: Sampling) -> Scores:
 
 
 def _run(name: str, endpoint: Endpoint, sampling: Sampling) -> Scores:
-    import lm_eval
-    from lm_eval.tasks import TaskManager
+    import lm_eval  # pyright: ignore[reportMissingImports]
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
     tasks = TaskManager(include_path=str(sampling.include) if sampling.include else None)
     if name not in tasks.all_tasks:
