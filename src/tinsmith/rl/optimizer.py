@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from tinsmith.settings import Needs, Settings
 
+_RATES = ((0.3, 5e-4), (1.0, 3e-4), (4.0, 2e-4), (15.0, 1e-4), (math.inf, 5e-5))
+"""Learning rates of LoRA by the billions of parameters below which they apply: larger models need smaller ones."""
+_SIZE = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BbMm])(?![A-Za-z0-9])")
+
+
+def rate_by_name(model: str) -> float | None:
+    """The usual learning rate of LoRA for the size in a model's name; None if the name has no size.
+
+    Example: rate_by_name("HuggingFaceTB/SmolLM2-135M-Instruct") == 5e-4
+    """
+    sizes = _SIZE.findall(model.rpartition("/")[2])
+    if not sizes:
+        return None
+    number, unit = sizes[0]
+    billions = float(number) / (1 if unit in "Bb" else 1000)
+    return next(rate for bound, rate in _RATES if billions < bound)
+
 
 class OptimizerConfig(Settings):
     """AdamW and its learning-rate schedule."""
 
     learning_rate: float = Field(default=1e-4, gt=0)
-    """Learning rate after warm-up, the highest of the run."""
+    """Learning rate after warm-up, the highest of the run. Not set: by the size in the model's name, from 5e-4
+    (SmolLM2-135M) to 5e-5 (Qwen3-32B), and 1e-4 if the name has none; the console says it, and run.yaml records it."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule after warm-up: `constant`, or `linear` or `cosine` decay to min_ratio x learning_rate."""
     min_ratio: Annotated[float, Needs("schedule", ("linear", "cosine"))] = Field(default=0.0, ge=0, le=1)
@@ -40,6 +59,15 @@ class OptimizerConfig(Settings):
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError("warmup_steps and warmup_ratio both set the warm-up; leave out one")
         return self
+
+    def for_model(self, name: str) -> OptimizerConfig:
+        """The settings with the learning rate of the model `name`, if none is set. It still counts as not set."""
+        rate = None if "learning_rate" in self.model_fields_set else rate_by_name(name)
+        if rate is None:
+            return self
+        result = self.model_copy(update={"learning_rate": rate})
+        result.model_fields_set.discard("learning_rate")
+        return result
 
     def learning_rate_at(self, step: int, steps: int) -> float:
         """The learning rate of step `step` of `steps`, counted from 1."""

@@ -24,6 +24,7 @@ from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.ending.until import EndCondition
 from tinsmith.rl.evaluate import Evaluator
 from tinsmith.rl.guards.watchdog import watch_event_loop
+from tinsmith.rl.optimizer import rate_by_name
 from tinsmith.rl.policy.request_limit import RequestLimit, TokenRates
 from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.policy.trainer import Trainer
@@ -77,12 +78,13 @@ async def open_run(
 
 
 def prepare(config: RunConfig) -> tuple[RunConfig, RunData]:
-    """The configuration with its number of steps, and the data. Raises ConfigError for a loss of one's own that
-    fails."""
+    """The configuration with its learning rate and its number of steps, and the data. Raises ConfigError for a loss of
+    one's own that fails."""
     if config.mode in ("both", "train") and isinstance(config.algorithm.loss, CustomLoss):
         try_loss(config.algorithm.loss)
     data = RunData(config)
-    return resolve_steps(config, data), data
+    optimizer = config.optimizer.for_model(config.model.name)
+    return resolve_steps(config.model_copy(update={"optimizer": optimizer}), data), data
 
 
 @contextmanager
@@ -196,6 +198,10 @@ def _checkpointer(
 
 def _announce(config: RunConfig, algorithm: Algorithm, console: Console) -> None:
     console.print(f"[dim]{config.algorithm.title}: the loss is {algorithm.loss_location}[/]", highlight=False)
+    if "learning_rate" not in config.optimizer.model_fields_set:
+        why = "for the model's size" if rate_by_name(config.model.name) else "as its name has no size"
+        rate = f"optimizer.learning_rate is not set: {config.optimizer.learning_rate:g}, {why}"
+        console.print(f"[dim]{rate}[/]", highlight=False)
     if config.plugins:
         console.print(f"[dim]with plugins of {config.plugins}[/]", highlight=False)
 
