@@ -45,7 +45,7 @@ def serve(config: DashboardConfig, sources: Sources, announce: Callable[[str, st
             missing=f"Open http://{host}:{port} on its machine, or start it with --key." if is_open else "",
             explanation="The key that the dashboard was started with.",
         )
-        announce(f"http://{host}:{port}{path}/", made)
+        announce(f"http://{host}:{port}/", made)
         server = uvicorn.Server(
             uvicorn.Config(
                 create_app(sources, access),

@@ -13,6 +13,7 @@ from tinsmith.dashboard.access import Access
 from tinsmith.dashboard.pages import Pages
 from tinsmith.dashboard.service_state import ServiceClient, ServiceState
 from tinsmith.errors import TinsmithError
+from tinsmith.plurals import counted
 
 _QUEUED = 200
 """Requests of the queues that are shown."""
@@ -95,5 +96,5 @@ def _cards(state: ServiceState, queue: Sequence[Mapping[str, Any]]) -> list[dict
             "value": f"{sum(count for kind, count in state.tokens.items() if kind != 'prompt_cached'):,.0f}",
             "note": "since the start of the server",
         },
-        {"name": "sessions", "value": str(len(state.sessions)), "note": f"{len(state.tenants)} tenants"},
+        {"name": "sessions", "value": str(len(state.sessions)), "note": counted(len(state.tenants), "tenant")},
     ]
