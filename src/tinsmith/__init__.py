@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         monitor,
         order,
         reward,
+        sampling_method,
         source,
         workflow,
     )
@@ -79,6 +80,7 @@ __all__ = [
     "order",
     "read_metrics",
     "reward",
+    "sampling_method",
     "source",
     "train",
     "workflow",
@@ -120,6 +122,7 @@ _MODULES = {
     "order": "tinsmith.rl.plugins",
     "read_metrics": "tinsmith.rl.record.monitors.jsonl",
     "reward": "tinsmith.rl.plugins",
+    "sampling_method": "tinsmith.rl.plugins",
     "source": "tinsmith.rl.plugins",
     "train": "tinsmith.runner",
     "workflow": "tinsmith.rl.plugins",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.rl.scripted_run import rows, run, settings
+from tinsmith.errors import ConfigError
 from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.testing import ScriptedSnapshot, run_virtually
 
@@ -30,7 +32,7 @@ def plugins(tmp_path, monkeypatch) -> Path:
 
 
 def test_sampling_method_is_one_short_function():
-    assert len(BLOCKS["retried"].split("@workflow")[0].strip().splitlines()) < 20
+    assert len(BLOCKS["retried"].strip().splitlines()) < 20
 
 
 def test_sampling_method_retries_cut_replies(plugins):
@@ -44,9 +46,46 @@ def test_sampling_method_retries_cut_replies(plugins):
     assert 0 < sum(turn.stop == "stop" for turn in before) < sum(turn.stop == "stop" for turn in after)
 
 
-def test_workflow_with_a_sampling_method_trains(plugins, tmp_path):
-    run(settings(tmp_path / "run", plugins=str(plugins), workflow={"type": "retried"}, steps=1))
-    assert all(row["rollouts/failed"] == 0 for row in rows(tmp_path / "run") if "reward/mean" in row)
+@pytest.mark.parametrize("workflow", [{"type": "single_turn"}, {"type": "custom", "path": f"{__name__}:replies"}])
+def test_run_with_a_sampling_method_trains(plugins, tmp_path, workflow):
+    def cut(name: str, **sampling) -> list[float]:
+        folder = tmp_path / name
+        sampling = {"max_tokens": 4, **sampling}
+        run(settings(folder, plugins=str(plugins), sampling=sampling, workflow=workflow, steps=2))
+        assert all(row["rollouts/failed"] == 0 for row in rows(folder) if "reward/mean" in row)
+        return [row.get("rollouts/max_response", 0) for row in rows(folder) if "reward/mean" in row]
+
+    assert sum(cut("retried", method={"type": "retry_cut"})) < sum(cut("plain"))
+
+
+async def replies(task, conversation):
+    await conversation.say(*task.messages)
+
+
+async def lost(request, sample, count=0):
+    result = await sample(request)
+    return replace(result, turns=result.turns[:count]) if count else None
+
+
+def test_wrong_sampling_methods_are_refused_by_name(tmp_path):
+    def method(target, **args) -> SamplingConfig:
+        return SamplingConfig.model_validate({"method": {"type": "custom", "path": target, "args": args}})
+
+    policy = ScriptedSnapshot(("yes",), np.zeros(1), 0)
+    for args, message in (({}, r"lost \(.*\) returned None\."), ({"count": 1}, "returned 1 reply instead of 2")):
+        with pytest.raises(ConfigError, match=message):
+            run_virtually(policy.sample([1], count=2, seed=3, sampling=method(lost, **args)))
+    assert len(run_virtually(policy.logprobs([1, 2]))) == 1
+    with pytest.raises(ValueError, match="is not an async function; define it with async def"):
+        method(method)
+    with pytest.raises(ValueError, match=r"has no argument 'cuont'\. Did you mean 'count'"):
+        method(lost, cuont=1)
+    with pytest.raises(ValueError, match=r"it must be callable with \(request, sample\)"):
+        method(other)
+
+
+async def other() -> None:
+    """Takes no request."""
 
 
 def test_test_of_the_page_passes(plugins, monkeypatch):

@@ -27,7 +27,7 @@ from tinsmith.settings import Settings, did_you_mean, sentences
 
 Kind = Literal[
     "workflow", "reward", "advantage", "environment", "loss", "algorithm", "source", "order", "filter", "evaluation",
-    "monitor", "callback",
+    "monitor", "callback", "sampling method",
 ]  # fmt: skip
 Names = frozenset[tuple[Kind, str]]
 T = TypeVar("T", bound=Callable[..., Any])
@@ -104,6 +104,7 @@ KINDS: Mapping[Kind, PartKind] = {
     "evaluation": PartKind(sections=("eval.functions",), keys=("name",), named=True),
     "monitor": PartKind(sections=("monitors",)),
     "callback": PartKind(sections=("callbacks",)),
+    "sampling method": PartKind(sections=("sampling.method",)),
 }
 
 
@@ -177,6 +178,11 @@ def monitor(name: str) -> Callable[[T], T]:
 def callback(name: str) -> Callable[[T], T]:
     """Decorator: register a function of (run, step, metrics), or a class with hooks, as the callback `name`."""
     return _mark("callback", name)
+
+
+def sampling_method(name: str) -> Callable[[T], T]:
+    """Decorator: register an async function around requests for replies as the sampling method `name`."""
+    return _mark("sampling method", name)
 
 
 def _mark(kind: Kind, name: str) -> Callable[[T], T]:

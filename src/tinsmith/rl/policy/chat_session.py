@@ -51,7 +51,7 @@ class AgentChatRequest(ChatRequest):
         }
         changed = {key: value for key, value in overrides.items() if value is not None}
         try:
-            return SamplingConfig.model_validate({**defaults.model_dump(), **changed})
+            return SamplingConfig.model_validate({**dict(defaults), **changed})
         except ValidationError as error:
             raise invalid_request(error) from error
 

@@ -8,18 +8,52 @@ and a `Middleware` takes a request and the next `Sample`. So a sampling method i
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from functools import cached_property
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
-from pydantic import Field, StrictInt, field_validator
+from pydantic import Field, StrictInt, field_validator, model_validator
 
 from tinsmith.chat.request import PromptTooLong
 from tinsmith.plurals import counted
+from tinsmith.rl.plugins import CustomPart, Kind, import_object, path_text
 from tinsmith.rl.policy.chat import ChatCodec, Messages
 from tinsmith.rl.types import EncodedPrompt, Message, Tokens, Turn
 from tinsmith.settings import Settings
+
+
+class SamplingMethod(CustomPart):
+    """User code: an async function of a request for replies and of `sample`, which sends it on.
+
+    Example: async def cooler(request, sample): return await sample(replace(request, seed=request.seed + 1))
+    """
+
+    kind: ClassVar[Kind] = "sampling method"
+    type: Literal["custom"] = "custom"
+
+    @model_validator(mode="after")
+    def _check_path(self) -> SamplingMethod:
+        if not inspect.iscoroutinefunction(import_object(self.path)):
+            raise ValueError(f"{path_text(self.path)} is not an async function; define it with async def")
+        _ = self._function
+        return self
+
+    @cached_property
+    def _function(self) -> Callable[..., Any]:
+        return self.function_of("request", "sample")[0]
+
+    async def around(self, request: SampleRequest, sample: Sample) -> SampleResult:
+        """The result of the function. Raises ConfigError if it does not hold the replies of the request."""
+        result = await self._function(request, sample)
+        if not isinstance(result, SampleResult):
+            raise self.fault(f"returned {result!r:.80}", "Return what `sample` returned, or a copy by replace.")
+        if len(result.turns) != request.count:
+            replies = counted(len(result.turns), "reply")
+            raise self.fault(f"returned {replies} instead of {request.count}", "Return `request.count` replies.")
+        return result
 
 
 class SamplingConfig(Settings):
@@ -42,6 +76,8 @@ class SamplingConfig(Settings):
     stop: tuple[str | StrictInt, ...] | None = None
     """Strings or token ids, or one of them, that end a reply. Not set: the model's end-of-turn tokens. Empty: only
     max_tokens."""
+    method: SamplingMethod | None = None
+    """A function of your own around each request for replies: docs/code/extend.md."""
 
     @field_validator("stop")
     @classmethod
@@ -226,7 +262,9 @@ class Snapshot:
 
     async def _send(self, request: SampleRequest) -> SampleResult:
         """Send a request through the middleware to one version, so that requests which follow from it use the same."""
-        return await through(self._model().sample, *self._middleware)(request)
+        method = request.sampling.method if request.count else None
+        middleware = (method.around, *self._middleware) if method is not None else self._middleware
+        return await through(self._model().sample, *middleware)(request)
 
     @classmethod
     def following(cls, newest: Callable[[], Snapshot]) -> Snapshot:

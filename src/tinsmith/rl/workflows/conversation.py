@@ -90,7 +90,7 @@ class Conversation:
             *self._history,
             *(Message(role="user", content=message) if isinstance(message, str) else message for message in messages),
         ]
-        settings = SamplingConfig.model_validate({**self._sampling.model_dump(), **(sampling or {})})
+        settings = SamplingConfig.model_validate({**dict(self._sampling), **(sampling or {})})
         number, self._replies = self._replies, self._replies + 1
         policy = await self.policy.open_model(self._model) if self._model else self.policy
         prompt = policy.chat.encode(history, tools)

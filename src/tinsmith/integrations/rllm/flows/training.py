@@ -75,7 +75,7 @@ class FlowCalls:
             model=session.model,
             session_uid=str(seed),
             is_validation=self._context.evaluating,
-            sampling_params=self._context.sampling.model_dump(mode="json"),
+            sampling_params=self._context.sampling.model_dump(mode="json", exclude={"method"}),
         )
 
     async def _score(self, task: Task, episode: Episode) -> None:
