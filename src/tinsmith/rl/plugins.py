@@ -235,7 +235,8 @@ def validated(kind: type[S], path: str, args: Mapping[str, Any]) -> S:
     try:
         return kind.model_validate(args)
     except ValidationError as error:
-        raise ValueError(f"{path}: {' '.join(sentences(kind, error, args))}".removesuffix(".")) from error
+        text = " ".join(sentences(kind, error, args)).removesuffix(".")
+        raise ValueError(f"{path}: {text}" if path else text) from error
 
 
 def check_signature(

@@ -66,7 +66,7 @@ class CustomConfig(OwnCode):
         if isinstance(target, AdaptedWorkflow) or (isinstance(target, type) and issubclass(target, AdaptedWorkflow)):
             return target.workflow_options(self.args)
         if (kind := workflow_class(target)) is not CustomConfig:
-            return validated(kind, path, {"path": target, "args": self.args, "timeout": self.timeout})
+            return validated(kind, "", {"path": target, "args": self.args, "timeout": self.timeout})
         if _has_run(target):
             if not inspect.iscoroutinefunction(target.run):
                 raise ValueError(f"{path}.run is not an async function; define it with async def")
