@@ -269,3 +269,30 @@ def test_monitors_of_other_systems_are_rejected(monitor, instead):
 def test_metric_names_of_unknown_systems_are_refused():
     with pytest.raises(ConfigError, match=r"no metric names of trinty\. Did you mean 'trinity'\?"):
         build(RunConfig, {"monitors": [{"type": "tensorboard", "names": "trinty"}]}, "run.yaml")
+
+
+@NOT_OURS
+def test_trackers_have_tables_of_rollouts_if_set(tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = str(tmp_path / "store")
+    trackers = [
+        {"type": "mlflow", "uri": uri, "project": "p", "rollouts": 5},
+        {"type": "wandb", "mode": "offline", "project": "p", "group": "g", "rollouts": 5},
+    ]
+    run(settings(tmp_path / "run", steps=2, eval={"every": 0}, monitors=trackers))
+    client = MlflowClient(tracking_uri=uri)
+    (stored,) = client.search_runs([client.get_experiment_by_name("p").experiment_id])
+    paths = [table["path"] for table in json.loads(stored.data.tags["mlflow.loggedArtifacts"])]
+    assert paths == [f"rollouts/{name}.json" for name in ("eval-000000", "train-000001", "train-000002", "eval-000002")]
+    table = json.loads((tmp_path / "run" / "rollouts" / "train-000002.jsonl").read_text().splitlines()[4])
+    (file,) = (tmp_path / "store").rglob("train-000002.json")
+    content = json.loads(file.read_text())
+    row = dict(zip(content["columns"], content["data"][4], strict=True))
+    assert (row["rollout"], row["reply"], row["reward"], row["group"]) == (
+        "train-2-4", table["text"], table["reward"], table["group"],
+    )  # fmt: skip
+    tables = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/files/media/table/rollouts/*.table.json"))
+    assert {len(json.loads(file.read_text())["data"]) for file in tables} == {5}
+    assert len(tables) == 4

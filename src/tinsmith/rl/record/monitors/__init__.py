@@ -104,9 +104,10 @@ def _monitor(config: MonitorConfig, info: RunInfo, console: Console) -> Monitor:
             return BackgroundMonitor(TensorboardMonitor(config, info))
         case WandbConfig():
             offline = {"mode": "offline"} if offline_reason(config) else {}
-            return BackgroundMonitor(WandbMonitor(config.model_copy(update=offline), info))
+            wandb = WandbMonitor(config.model_copy(update=offline), info)
+            return BackgroundMonitor(wandb, with_rollouts=config.rollouts > 0)
         case MlflowConfig():
-            return BackgroundMonitor(MlflowMonitor(config, info))
+            return BackgroundMonitor(MlflowMonitor(config, info), with_rollouts=config.rollouts > 0)
         case CustomMonitor():
             return config.make(info)
         case UnsupportedMonitor():

@@ -25,9 +25,10 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundMonitor(Monitor):
-    """Passes metrics on in a thread. Rollouts are not passed on: trackers leave them out."""
+    """Passes metrics on in a thread, and rollouts if it is to."""
 
-    def __init__(self, monitor: Monitor, *, close_seconds: float = CLOSE_SECONDS) -> None:
+    def __init__(self, monitor: Monitor, *, close_seconds: float = CLOSE_SECONDS, with_rollouts: bool = False) -> None:
+        self._with_rollouts = with_rollouts
         self._monitor, self._close_seconds = monitor, close_seconds
         self._name = type(monitor).__name__
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
@@ -38,16 +39,22 @@ class BackgroundMonitor(Monitor):
     @override
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         row = dict(values)
+        self._put(step, lambda: self._monitor.metrics(step, row))
+
+    def _put(self, step: int, call: Callable[[], None]) -> None:
         try:
-            self._calls.put_nowait(lambda: self._monitor.metrics(step, row))
+            self._calls.put_nowait(call)
         except queue.Full:
             self._dropped += 1
             if self._dropped == 1:
-                log.warning("The monitor %s does not keep up; metrics from step %d on are dropped", self._name, step)
+                log.warning(
+                    "The monitor %s does not keep up; what is recorded from step %d on is dropped", self._name, step
+                )
 
     @override
     def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
-        """Nothing is passed on."""
+        if self._with_rollouts:
+            self._put(step, lambda: self._monitor.rollouts(step, kind, groups))
 
     @override
     def diagnosis(self, step: int, diagnosis: Diagnosis) -> None:

@@ -1,7 +1,7 @@
 """Experiment trackers: monitors that send metrics to TensorBoard, Weights & Biases and MLflow.
 
-Rollouts stay in the run folder. The tracker's id of a run is stored in trackers.json of the run folder, so that a
-resumed run continues in the same run of the tracker.
+Rollouts stay in the run folder, but for a number of them that the setting `rollouts` names. The tracker's id of a run
+is stored in trackers.json of the run folder, so that a resumed run continues in the same run of the tracker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import cached_property
 from types import FunctionType
 from typing import Any, Literal
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 from typing_extensions import override
 
 from tinsmith import entry_points
@@ -27,6 +27,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.diagnosis import Diagnosis
 from tinsmith.rl.record.layout import Kind, Layout
 from tinsmith.rl.record.monitors.base import Monitor, RunInfo
+from tinsmith.rl.record.monitors.rollout_tables import COLUMNS, rollout_rows
 from tinsmith.rl.types import Group
 from tinsmith.settings import Settings, did_you_mean, flatten
 
@@ -36,6 +37,8 @@ _MLFLOW_PARAM_LENGTH = 500
 """Characters of a parameter's value. MLflow rejects longer values."""
 _MLFLOW_TAG_LENGTH = 5000
 """Characters of a tag's value."""
+_MLFLOW_TABLES, _MLFLOW_SHOWN_TABLES = "mlflow.loggedArtifacts", 50
+"""Tag with the tables of a run, and the number of them that fit its value."""
 _MLFLOW_BATCH = 100
 """Parameters per request to MLflow."""
 
@@ -75,6 +78,9 @@ class ProjectConfig(TrackerConfig):
     """Name of the run in the tracker. Empty: the run's name."""
     tags: tuple[str, ...] = ()
     """Tags of the run."""
+    rollouts: int = Field(default=0, ge=0)
+    """Number of rollouts of each step and each evaluation to send as a table, the first ones; 0: they stay in the run
+    folder."""
 
 
 class TensorboardConfig(TrackerConfig):
@@ -109,7 +115,7 @@ class MlflowConfig(ProjectConfig):
 
 
 class Tracker(Monitor):
-    """Base class of trackers: it renames the metrics, and leaves rollouts out."""
+    """Base class of trackers: it renames the metrics, and sends rollouts if it is to."""
 
     def __init__(self, config: TrackerConfig) -> None:
         self._config = config
@@ -120,7 +126,11 @@ class Tracker(Monitor):
 
     @override
     def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
-        """Rollouts are not sent."""
+        if isinstance(self._config, ProjectConfig) and self._config.rollouts:
+            self._log_rollouts(step, kind, rollout_rows(step, kind, groups, self._config.rollouts))
+
+    def _log_rollouts(self, step: int, kind: Kind, rows: Sequence[Sequence[Any]]) -> None:
+        """Send the rows of a table of rollouts."""
 
     @abstractmethod
     def _log(self, step: int, values: Mapping[str, float]) -> None:
@@ -179,6 +189,12 @@ class WandbMonitor(Tracker):
             settings=settings,
         )
         self._run.define_metric("*", step_metric="step")
+        self._make_table = wandb.Table
+
+    @override
+    def _log_rollouts(self, step: int, kind: Kind, rows: Sequence[Sequence[Any]]) -> None:
+        table = self._make_table(columns=list(COLUMNS), data=[list(row) for row in rows], allow_mixed_types=True)
+        self._run.log({"step": step, f"rollouts/{kind}": table})
 
     @override
     def diagnosis(self, step: int, diagnosis: Diagnosis) -> None:
@@ -210,6 +226,16 @@ class MlflowMonitor(Tracker):
         self._run_id = _run_id(info, "mlflow", lambda: self._create_run(config, info))
         self._client.update_run(self._run_id, status="RUNNING")
         self._sending: Any = None
+
+    @override
+    def _log_rollouts(self, step: int, kind: Kind, rows: Sequence[Sequence[Any]]) -> None:
+        """Store the table as MLflow stores its own, and list it in the tag by which its pages show tables."""
+        file = f"rollouts/{kind}-{step:06}.json"
+        self._client.log_dict(self._run_id, {"columns": list(COLUMNS), "data": [list(row) for row in rows]}, file)
+        tables = json.loads(self._client.get_run(self._run_id).data.tags.get(_MLFLOW_TABLES, "[]"))
+        tables = [table for table in tables if table["path"] != file][-_MLFLOW_SHOWN_TABLES + 1 :]
+        text = json.dumps([*tables, {"path": file, "type": "table"}])
+        self._client.set_tag(self._run_id, _MLFLOW_TABLES, text)
 
     @override
     def diagnosis(self, step: int, diagnosis: Diagnosis) -> None:
