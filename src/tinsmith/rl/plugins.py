@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -415,11 +414,8 @@ class CustomPart(Settings):
         except TinsmithError:
             raise
         except (Exception, SystemExit) as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            at = next((frame for frame in reversed(frames) if not _is_library(frame.filename)), None)
-            place = f" at {_place(at.filename, at.lineno or 0)}" if at else ""
             text = describe(error).rstrip(".")
-            raise ConfigError(f"The {self.label} failed{place}: {text}.", "Correct its code.") from error
+            raise ConfigError(f"The {self.label} failed: {text}.", "Correct its code.") from error
 
     def number(self, value: Any, name: str = "") -> float:
         """A finite number that the code returned. Raises ConfigError for anything else."""
@@ -435,8 +431,3 @@ class CustomPart(Settings):
     def fault(self, deed: str, fix: str) -> ConfigError:
         """The error about something wrong that the code returned."""
         return ConfigError(f"The {self.label} {deed}.", fix)
-
-
-def _is_library(file: str) -> bool:
-    """Whether a file belongs to this package or to an installed one."""
-    return "site-packages" in file or Path(file).is_relative_to(Path(__file__).parents[2]) or file.startswith("<frozen")

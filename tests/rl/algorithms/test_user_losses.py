@@ -161,7 +161,7 @@ def _text(logprobs: Tensor) -> Any:
         (_nan, "returned nan for a token whose logprob is -"),
         (_constant, "does not depend on logprobs"),
         (_infinite, "has a gradient that is not finite at 16 of 16 tokens"),
-        (_raises, rf"failed at .*{HERE}:\d+: IndexError"),
+        (_raises, rf"failed: IndexError: .*{HERE}:\d+"),
         (_some_metrics, "returned the metric one for some replies only"),
         (_text, "returned a str in place of a tensor"),
     ],
