@@ -18,6 +18,7 @@ from pydantic_core import PydanticUndefined
 
 from tinsmith.rl.algorithms.config import PRESETS
 from tinsmith.rl.config import RunConfig
+from tinsmith.rl.plugins import CustomPart
 from tinsmith.service.config import ServeConfig
 from tinsmith.settings import Settings
 
@@ -121,7 +122,8 @@ def _sections(kinds: list[Kind], places: Mapping[Kind, list[str]], page: str) ->
 
 def _bases(kind: Kind) -> list[Kind]:
     """Base classes with keys of their own, the nearest first."""
-    parents = [base for base in kind.__mro__[1:] if issubclass(base, Settings) and base is not Settings]
+    parents = [base for base in kind.__mro__[1:] if issubclass(base, Settings)]
+    parents = [base for base in parents if base not in (Settings, CustomPart)]  # whose keys each of its heirs lists
     return [base for base in parents if _adds_keys(base) and not base.__name__.startswith("_")]
 
 
