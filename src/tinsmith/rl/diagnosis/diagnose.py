@@ -30,6 +30,8 @@ def diagnose(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
         *signal.findings(evidence, counts, damaged=damaged or too_fast),
         *outcome.findings(evidence, damaged=damaged or too_fast),
     ]
+    if any(finding.name == "no_update" for finding in findings):
+        findings = [each for each in findings if each.name != "below_constant"]
     if len(findings) > 1:  # the others say why
         findings = [each for each in findings if each.name != "reward_flat"]
     return Diagnosis(
