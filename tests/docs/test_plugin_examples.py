@@ -20,6 +20,7 @@ PARTS = [
     part for part in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) if re.search("^(workflow|rewards):", part, re.M)
 ]
 PROGRAMS = re.search(r"```json\n(.*?)```", PAGE, re.DOTALL)[1]  # type: ignore[index]
+SERVER = re.search(r"```python\n# add_server.py\n(.*?)```", PAGE, re.DOTALL)[1]  # type: ignore[index]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
 
 
@@ -40,13 +41,15 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def test_example_runs_without_failed_rollouts(folder, part, monkeypatch):
     monkeypatch.chdir(folder.parent)
     Path("programs.jsonl").write_text(PROGRAMS)
+    Path("add_server.py").write_text(SERVER)
+    part = part.replace("[python,", f"[{sys.executable},")
 
     async def connect(state: str, version: int) -> ScriptedPolicy:
         return ScriptedPolicy(("yes, it is", "no", CALL), folder.parent / "weights", state=state, version=version)
 
     out = folder.parent / "run"
     config = settings(out, plugins=str(folder), **yaml.safe_load(part), steps=1, optimizer={"learning_rate": 1e-9})
-    if config.workflow.type == "single_turn" or config.workflow.path.startswith("higher"):
+    if config.workflow.type == "single_turn" or part.startswith("workflow: {type: multi_turn"):
         run(config, connect)  # the scripted policy trains on one reply per row
         assert all(row["rollouts/failed"] == 0 for row in rows(out) if "reward/mean" in row)
     else:
@@ -88,7 +91,7 @@ def test_judge_example_is_a_valid_config(tmp_path):
 
 def test_page_has_each_kind_of_example():
     assert len(FILES) == 6
-    assert len(PARTS) == 7
+    assert len(PARTS) == 8
 
 
 def test_examples_import_only_the_public_api():

@@ -62,7 +62,7 @@ class Execution:
 
 
 def execute(
-    parts: Sequence[tuple[str, str]], settings: Mapping[str, Any], *, stdin: str = "", show_value: bool = False
+    parts: Sequence[tuple[str, str]], settings: Mapping[str, Any], stdin: str = "", show_value: bool = False
 ) -> Execution:
     """Execute the parts of a program, each a name for tracebacks and its source, in one new Python process.
 

@@ -10,8 +10,10 @@ from tinsmith.rl.workflows.agent import AgentConfig
 from tinsmith.rl.workflows.custom import CustomConfig
 from tinsmith.rl.workflows.multi_turn import MultiTurnConfig
 from tinsmith.rl.workflows.single_turn import MathConfig, SingleTurnConfig
+from tinsmith.rl.workflows.tool_use import ToolsConfig
 
 WorkflowConfig = Annotated[
-    SingleTurnConfig | MathConfig | MultiTurnConfig | AgentConfig | CustomConfig, Field(discriminator="type")
+    SingleTurnConfig | MathConfig | MultiTurnConfig | ToolsConfig | AgentConfig | CustomConfig,
+    Field(discriminator="type"),
 ]
 """`config.make(context)` creates the workflow."""
