@@ -30,7 +30,7 @@ from tinsmith.service.embedded import embedded
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
-HERE = {"dpo", "topr", "sapo", "sppo", "rec", "mix", "mix_chord"}
+HERE = {"dpo", "topr", "sapo", "sppo", "rec", "mix", "mix_chord", "topk_distill"}
 """Algorithms whose loss is always computed by the client."""
 
 ServerLoss = tuple[tuple[str, str], Path]
@@ -60,7 +60,7 @@ async def stateful_workflow(task: Task, conversation: Conversation) -> None:
 def settings(name: str, data: Path, folder: Path) -> RunConfig:
     """A run of two steps with the algorithm `name`."""
     algorithm: dict[str, Any] = {"type": name}
-    if name in ("jsd", "on_policy_distill"):
+    if name in ("jsd", "on_policy_distill", "topk_distill"):
         algorithm["teacher"] = "teacher"
     data_source: dict[str, Any] = {"type": "jsonl", "path": str(data)}
     if name == "dpo":

@@ -26,6 +26,7 @@ from tinsmith.rl.algorithms.regularizers import divergence
 from tinsmith.rl.algorithms.updates import BatchUpdates, Unit, UpdatesConfig, units_of_demonstrations
 from tinsmith.rl.policy.trainer import Update, UpdateResult
 from tinsmith.rl.policy.training_rows import (
+    TEACHER_TOP,
     TrainingRow,
     gather_from_rows,
     is_truncated,
@@ -55,7 +56,7 @@ def _is_anchored(config: AlgorithmConfig, updates: UpdatesConfig) -> bool:
 
 
 ColumnSource = Callable[[Sequence[TrainingRow]], Awaitable[list[np.ndarray]]]
-"""Computes one column, float32 [N] for each row."""
+"""Computes one column, float32 [N] for each row; TEACHER_TOP is [N, 2, K]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +238,8 @@ class Algorithm:
                 replace(row, columns={name: column[at] for name, column in columns.items()})
                 for at, row in enumerate(reply.rows)
             )
-            trace_columns = {name: gather_from_rows(reply.rows, column) for name, column in columns.items()}
+            of_tokens = {name: column for name, column in columns.items() if name != TEACHER_TOP}
+            trace_columns = {name: gather_from_rows(reply.rows, column) for name, column in of_tokens.items()}
             extended.append(replace(reply, rows=reply_rows, trace=reply.trace.with_columns(trace_columns)))
         return extended
 

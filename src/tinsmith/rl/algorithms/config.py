@@ -26,6 +26,7 @@ from tinsmith.settings import Needs, Settings
 Name = Literal[
     "grpo", "grpo_std", "ppo", "dapo", "reinforceplusplus", "rloo", "opmd", "asymre", "dpo", "topr", "cispo", "gspo",
     "sapo", "mix", "mix_chord", "raft", "sppo", "rec", "multi_step_grpo", "gigpo", "on_policy_distill", "jsd",
+    "topk_distill",
     "grpo_verl", "sft", "cpt",
 ]  # fmt: skip
 NAMES: tuple[str, ...] = get_args(Name)
@@ -79,6 +80,7 @@ PRESETS: Mapping[str, dict[str, Any]] = {
     "gigpo": _parts("gigpo", "ppo", _K2),
     "on_policy_distill": _parts("on_policy_distill", "ppo"),
     "jsd": _parts("jsd", "ppo"),
+    "topk_distill": _parts("none", "topk_distill"),
     "sft": _parts("reinforce", "sft"),
     "cpt": _parts("reinforce", "sft"),
 }
@@ -152,8 +154,8 @@ class AlgorithmConfig(Settings):
     reference: Literal["base", "start"] = "base"
     """Model that divergences are measured from: the base model, or the weights of model.load_from (`start`)."""
     teacher: str = ""
-    """Teacher of on_policy_distill and jsd: the name of a base model on the server, or a tinker:// path to sample
-    from."""
+    """Teacher of on_policy_distill, jsd and topk_distill: the name of a base model on the server, or a tinker:// path
+    to sample from."""
     merge_replies: Annotated[bool, _ROLLOUTS] = True
     """Merge identical replies of a group into one row with the sum of their advantages, if the gradient is the same."""
     refill: Annotated[bool, _ROLLOUTS] = False
@@ -197,9 +199,13 @@ class AlgorithmConfig(Settings):
         if (self.critic is not None) != ("values" in self.advantage_columns):
             need = "no critic; leave it out" if self.critic else "a critic; set critic: {}"
             raise ValueError(f"advantage {self.advantage.type} needs {need}")
-        if bool(self.teacher) != ("teacher" in self.advantage_columns):
+        reads_teacher = "teacher" in self.advantage_columns
+        if bool(self.teacher) != (reads_teacher or self.loss.reads_teacher_top):
             need = "no teacher; leave it out" if self.teacher else "a teacher; set it to a model or a tinker:// path"
-            raise ValueError(f"advantage {self.advantage.type} needs {need}")
+            reader = f"loss {self.loss.type}" if self.loss.reads_teacher_top else f"advantage {self.advantage.type}"
+            raise ValueError(f"{reader} needs {need}")
+        if self.advantage.type == "none" and self.loss.reads_advantage:
+            raise ValueError(f"loss {self.loss.type} reads an advantage; set advantage.type to another than none")
         if self.reference == "start" and not (self.loss_reads_reference or self.kl_penalty.enabled):
             raise ValueError("reference: start is not used without a divergence; leave it out, or set kl.coef")
         if self.kl_penalty.enabled and not self.advantage.reads_rewards:
@@ -322,7 +328,8 @@ class AlgorithmConfig(Settings):
     @property
     def columns(self) -> frozenset[str]:
         """All per-token columns that advantage or loss read."""
-        return self.advantage_columns | ({"reference"} if self.loss_reads_reference else set())
+        teacher = {"teacher_top"} if self.loss.reads_teacher_top else set()
+        return self.advantage_columns | ({"reference"} if self.loss_reads_reference else set()) | teacher
 
     @property
     def merges_rows(self) -> bool:

@@ -8,7 +8,7 @@ one more forward pass; the SDK sends its gradient as weights of cross_entropy.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from tinsmith.rl.algorithms.losses.supervised import MixtureLoss, OpmdLoss, SftL
 from tinsmith.rl.algorithms.losses.user_code import CustomLoss
 from tinsmith.rl.algorithms.regularizers import divergence, sampled_entropy
 from tinsmith.rl.policy.trainer import Update
-from tinsmith.rl.policy.training_rows import TrainingRow, scatter_to_rows
+from tinsmith.rl.policy.training_rows import TEACHER_TOP, TrainingRow, scatter_to_rows
 
 _ESTIMATORS = ("k1", "k2", "k3")
 _KL = frozenset(("kl_coef", "kl_estimator", "kl_mask", "ref_logprobs"))
@@ -170,9 +170,14 @@ def tokens_of_rows(rows: Sequence[TrainingRow], config: AlgorithmConfig, step: i
         expert_weights=weights[2],
         reference=flat([row.columns["reference"] for row in rows]) if config.loss_reads_reference else None,
         proximal=flat([row.columns.get("proximal", row.logprobs) for row in rows]) if _anchored(rows) else None,
+        teacher_top=_teacher_top(rows) if config.loss.reads_teacher_top else None,
         pairs=np.array(list(zip(chosen, rejected, strict=True))) if chosen else None,
         step=step,
     )
+
+
+def _teacher_top(rows: Sequence[TrainingRow]) -> np.ndarray:
+    return np.concatenate([np.asarray(row.columns[TEACHER_TOP], np.float64)[row.mask, 1] for row in rows])
 
 
 def _anchored(rows: Sequence[TrainingRow]) -> bool:
@@ -285,7 +290,11 @@ def update_by_client(
 
     def loss(logprobs: Sequence[Any]) -> tuple[Array, dict[str, float]]:
         flat = torch.cat([row_logprobs.double()[mask] for row_logprobs, mask in zip(logprobs, masks, strict=True)])
-        value, numbers = objective(flat, tensors, config, context)
+        tokens = tensors
+        if config.loss.reads_teacher_top:
+            flat, tokens = flat[:, 0], replace(tensors, student_top=flat[:, 1:])
+        value, numbers = objective(flat, tokens, config, context)
         return value, {name: float(number.detach()) for name, number in numbers.items()}
 
-    return Update(rows=tuple(rows), client=loss)
+    likeliest = [row.columns[TEACHER_TOP][:, 0] for row in rows] if config.loss.reads_teacher_top else []
+    return Update(rows=tuple(rows), client=loss, more_targets=tuple(ids_NK.astype(np.int64) for ids_NK in likeliest))

@@ -125,6 +125,14 @@ class NextLogprobs:
     """Without `ids`: of this many likeliest tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class TopPromptLogprobs:
+    """The likeliest tokens at each position of the prompt, with their logprobs at temperature 1."""
+
+    top: int
+    """Number of tokens."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
     """A request to a model: to sample replies to a prompt, or to score tokens.
@@ -140,7 +148,7 @@ class SampleRequest:
     """Seed of the replies."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Settings of the replies."""
-    logprobs: PromptLogprobs | NextLogprobs | None = None
+    logprobs: PromptLogprobs | NextLogprobs | TopPromptLogprobs | None = None
     """The logprobs to compute, in requests without replies."""
 
 
@@ -237,6 +245,12 @@ class Snapshot:
         """Return the `count` likeliest tokens after `tokens`, int64 [K], and their logprobs at temperature 1,
         float32 [K]. K is smaller than `count` if the vocabulary is."""
         result = await self._send(SampleRequest(prompt=tokens, logprobs=NextLogprobs(top=count)))
+        return result.ids, result.logprobs
+
+    async def top_prompt_logprobs(self, tokens: Tokens, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the `count` likeliest tokens in place of tokens 1 to N, int64 [N, K], and their logprobs at
+        temperature 1, float32 [N, K]. K is smaller than `count` if the vocabulary is."""
+        result = await self._send(SampleRequest(prompt=tokens, logprobs=TopPromptLogprobs(count)))
         return result.ids, result.logprobs
 
     def pinned(self) -> Snapshot:

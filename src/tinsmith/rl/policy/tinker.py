@@ -249,10 +249,7 @@ class TinkerTrainer(Trainer):
                     "targets and weights for its gradient.",
                     "Set it to none, or use an algorithm whose loss the server computes.",
                 )
-            data = [
-                replace(row, routed_experts=None).datum({"weights": row.mask.astype(np.float32)}) for row in update.rows
-            ]
-            return self._client.forward_backward_custom(data, lambda _, logprobs: client(logprobs))
+            return self._client.forward_backward_custom(_client_data(update), lambda _, logprobs: client(logprobs))
         data = [row.datum(inputs) for row, inputs in zip(update.rows, update.inputs, strict=True)]
         return self._client.forward_backward(data, cast(Any, update.loss), self._with_replay(update.config))
 
@@ -303,6 +300,19 @@ class TinkerTrainer(Trainer):
             return (await self._client.save_weights_for_sampler(name, ttl_seconds=ttl_seconds)).path
 
 
+def _client_data(update: Update) -> list[tinker.Datum]:
+    """The rows for a loss that the client computes."""
+    rows = [replace(row, routed_experts=None) for row in update.rows]
+    if not update.more_targets:
+        return [row.datum({"weights": row.mask.astype(np.float32)}) for row in rows]
+    data = []
+    for row, more_NK in zip(rows, update.more_targets, strict=True):
+        targets = np.concatenate([row.targets[:, None], more_NK], axis=1)
+        weights = np.repeat(row.mask[:, None].astype(np.float32), targets.shape[1], axis=1)
+        data.append(row.datum({"target_tokens": targets, "weights": weights}))
+    return data
+
+
 def _training_with(update: Update) -> str:
     return f"training with the loss {update.loss or 'of the run'}"
 
@@ -312,7 +322,9 @@ def _result(gradient: tinker.ForwardBackwardOutput) -> UpdateResult:
 
 
 def _logprobs(output: tinker.ForwardBackwardOutput) -> tuple[np.ndarray, ...]:
-    return tuple(np.asarray(outputs["logprobs"].to_numpy(), np.float32) for outputs in output.loss_fn_outputs)
+    """Logprobs of the rows' targets; where positions have several, of the first."""
+    arrays = (np.asarray(outputs["logprobs"].to_numpy(), np.float32) for outputs in output.loss_fn_outputs)
+    return tuple(array if array.ndim == 1 else array[:, 0] for array in arrays)
 
 
 def _not_served(config: ModelConfig, state: str) -> str:

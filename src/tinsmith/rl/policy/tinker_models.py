@@ -28,6 +28,7 @@ from tinsmith.rl.policy.sampling import (
     SampleRequest,
     SampleResult,
     Snapshot,
+    TopPromptLogprobs,
     check_prompt_length,
     rendering,
     through,
@@ -58,6 +59,8 @@ def sampling_model(
                 return await _next_logprobs(client, prompt.tokens, ids)
             case NextLogprobs(top=count):
                 return await _top_logprobs(client, prompt.tokens, min(count, chat.vocabulary))
+            case TopPromptLogprobs(top=count):
+                return await _top_prompt_logprobs(client, prompt, min(count, chat.vocabulary))
             case None:
                 return await _replies(client, chat, version, prompt, request)
 
@@ -128,6 +131,17 @@ async def _top_logprobs(client: tinker.SamplingClient, tokens: Sequence[int], co
         raise _not_returned("topk_sample_logprobs")
     ids, logprobs = zip(*top[0], strict=True)
     return SampleResult(ids=np.array(ids, np.int64), logprobs=np.array(logprobs, np.float32))
+
+
+async def _top_prompt_logprobs(client: tinker.SamplingClient, prompt: EncodedPrompt, count: int) -> SampleResult:
+    params = tinker.SamplingParams(max_tokens=1)
+    async with translate_errors("computing the likeliest tokens of a prompt"):
+        response = await client.sample(model_input(prompt), 1, params, topk_prompt_logprobs=count)
+    top = (response.topk_prompt_logprobs or [])[1:]  # the first token has none
+    if not all(top):
+        raise _not_returned("topk_prompt_logprobs")
+    pairs = np.array(top, np.float64).reshape(len(top), count, 2)
+    return SampleResult(ids=pairs[..., 0].astype(np.int64), logprobs=pairs[..., 1].astype(np.float32))
 
 
 class TinkerModels(Models):

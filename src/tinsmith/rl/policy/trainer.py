@@ -34,6 +34,9 @@ class Update:
     """Name of the server's loss. Empty if `client` computes the loss."""
     config: Mapping[str, float | str] = field(default_factory=dict)
     """Configuration of the server's loss."""
+    more_targets: tuple[np.ndarray, ...] = ()
+    """With `client`: int64 [N, K] for each row, further tokens whose logprobs the loss reads, after those of the
+    targets: it gets tensors [N, 1 + K]."""
     client: ClientLoss | None = None
     """Custom loss, for algorithms whose loss the server does not have. It costs another forward pass."""
     measure: Callable[[Sequence[np.ndarray]], dict[str, float]] | None = None

@@ -24,6 +24,9 @@ Kind = Literal["policy", "expert", "chosen", "rejected"]
 """Source of the tokens inside the mask: the policy, a demonstration (`expert`), or one reply of a pair."""
 
 
+TEACHER_TOP = "teacher_top"
+"""Column [N, 2, K]: the teacher's likeliest tokens in place of the targets, and their logprobs. float64 holds both."""
+
 _LOGPROB_TOLERANCE = 1e-3
 """Tolerance for logprobs of the same reply and policy: rounding on the server depends on the batch."""
 
@@ -51,7 +54,7 @@ class TrainingRow:
     kind: Kind = "policy"
     """Source of the tokens inside the mask."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """float32 [N] by name: values of other models for the targets, such as `reference` logprobs."""
+    """float32 [N] by name: values of other models for the targets, such as `reference` logprobs; and TEACHER_TOP."""
     routed_experts: np.ndarray | None = None
     """[N, layers, k]: record of the experts that the sampler routed `tokens` to, in a mixture (`routed_experts`)."""
     images: tuple[PlacedImage, ...] = ()

@@ -15,6 +15,7 @@ from tinsmith.errors import TinsmithError
 from tinsmith.rl.algorithms.algorithm import Algorithm, ColumnSource, uploadable
 from tinsmith.rl.algorithms.critic import Critic
 from tinsmith.rl.algorithms.gradient_check import try_loss
+from tinsmith.rl.algorithms.losses.distillation import TopKDistillLoss
 from tinsmith.rl.algorithms.losses.user_code import CustomLoss
 from tinsmith.rl.callbacks import Callbacks
 from tinsmith.rl.config import RunConfig
@@ -28,7 +29,7 @@ from tinsmith.rl.optimizer import rate_by_name
 from tinsmith.rl.policy.request_limit import RequestLimit, TokenRates
 from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.policy.trainer import Trainer
-from tinsmith.rl.policy.training_rows import TrainingRow
+from tinsmith.rl.policy.training_rows import TEACHER_TOP, TrainingRow
 from tinsmith.rl.record import logs, monitors
 from tinsmith.rl.record.monitors.base import RunInfo
 from tinsmith.rl.record.recorder import Recorder
@@ -322,15 +323,29 @@ def _columns(
 
         return logprobs
 
+    def likeliest_by(name: str, count: int) -> ColumnSource:
+        async def likeliest(rows: Sequence[TrainingRow]) -> list[np.ndarray]:
+            return await teacher_top(requests.around(await policy.models.open_model(name)), rows, count)
+
+        return likeliest
+
     sources: dict[str, ColumnSource] = {"reference": logprobs_by(reference), "entropy": policy.entropies}
     sources["proximal"] = policy.logprobs
     if critic is not None:
         sources["values"] = critic.values
     if config.algorithm.teacher:
         sources["teacher"] = logprobs_by(config.algorithm.teacher)
+    if isinstance(config.algorithm.loss, TopKDistillLoss):
+        sources[TEACHER_TOP] = likeliest_by(config.algorithm.teacher, config.algorithm.loss.k)
     return sources
 
 
 async def target_logprobs(snapshot: Snapshot, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
     """Logprobs of the targets of each row, float32 [N]."""
     return list(await asyncio.gather(*(snapshot.logprobs(row.sequence) for row in rows)))
+
+
+async def teacher_top(snapshot: Snapshot, rows: Sequence[TrainingRow], count: int) -> list[np.ndarray]:
+    """The column TEACHER_TOP of each row, float64 [N, 2, K]."""
+    scored = await asyncio.gather(*(snapshot.top_prompt_logprobs(row.sequence, count) for row in rows))
+    return [np.stack([ids_NK, logprobs_NK], axis=1) for ids_NK, logprobs_NK in scored]

@@ -44,7 +44,7 @@ class McpTools(ToolOptions):
     only: tuple[str, ...] = ()
     """Names of the server's tools to offer; empty: all."""
     prefix: str = ""
-    """Text before the names of the tools, to tell those of several servers apart."""
+    """Text before the names of the tools, which distinguishes those of several servers."""
     per_rollout: bool = False
     """Connect to the server, or start it, for each rollout; otherwise once, and all rollouts share its state."""
     timeout: float = Field(default=60.0, gt=0)

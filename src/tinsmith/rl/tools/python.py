@@ -17,12 +17,12 @@ from tinsmith.rl.tools.base import OpenTools, ToolOptions, ToolResult, definitio
 
 class PythonTool(ToolOptions):
     """Executes a Python program and returns what it prints, with the value of its last expression. Each call is a new
-    process in a sandbox: nothing remains from one call to the next."""
+    process in a sandbox, without the variables of the calls before."""
 
     type: Literal["python"] = "python"
     name: str = "python"
     """Name of the tool, for the policy."""
-    description: str = "Executes a Python program and returns its output. Nothing remains from one call to the next."
+    description: str = "Executes a Python program and returns its output. Each call starts without variables."
     """Description of the tool, for the policy."""
     sandbox: SandboxConfig = SandboxConfig()
     """Limits of the program."""

@@ -20,6 +20,7 @@ from tinsmith.rl.algorithms.advantages.multi_turn import GigpoAdvantage, StepWis
 from tinsmith.rl.algorithms.advantages.per_token import (
     GaeAdvantage,
     JsdAdvantage,
+    NoAdvantage,
     OnPolicyDistillAdvantage,
     ReinforcePlusPlusAdvantage,
 )
@@ -37,6 +38,7 @@ AdvantageConfig = Annotated[
     | GaeAdvantage
     | OnPolicyDistillAdvantage
     | JsdAdvantage
+    | NoAdvantage
     | ClipBAdvantage
     | BestAdvantage
     | ReinforcePlusPlusBaselineAdvantage

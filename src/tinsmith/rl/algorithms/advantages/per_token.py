@@ -113,6 +113,18 @@ class OnPolicyDistillAdvantage(Advantage):
         return advantages_T.clip(-np.inf if self.low is None else self.low, np.inf if self.high is None else self.high)
 
 
+class NoAdvantage(Advantage):
+    """0 for every token, for losses that read no advantage. Reads no rewards."""
+
+    type: Literal["none"] = "none"
+    compares: ClassVar[bool] = False
+    reads_rewards: ClassVar[bool] = False
+
+    @override
+    def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
+        return [[trace.full(0.0) for trace in traces_G] for traces_G in traces_PG]
+
+
 class JsdAdvantage(Advantage):
     """-coef (b (t - m) + (1 - b) (s - m)), m = log((1 - b) e^s + b e^t), of a Jensen-Shannon divergence.
 

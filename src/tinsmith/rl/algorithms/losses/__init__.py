@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from tinsmith.rl.algorithms.losses.distillation import TopKDistillLoss
 from tinsmith.rl.algorithms.losses.policy_gradient import (
     CispoLoss,
     DroLoss,
@@ -38,6 +39,7 @@ LossConfig = Annotated[
     | MixLoss
     | MixChordLoss
     | DroLoss
+    | TopKDistillLoss
     | CustomLoss,
     Field(discriminator="type"),
 ]

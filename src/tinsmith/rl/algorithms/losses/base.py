@@ -44,6 +44,10 @@ class Tokens:
     """Logprobs of the reference."""
     proximal: Array | None = None
     """Logprobs of the trained policy before the first update of the batch; None if it has one update."""
+    teacher_top: Array | None = None
+    """[T, K]: logprobs of the teacher's K likeliest tokens, by the teacher."""
+    student_top: Array | None = None
+    """[T, K]: logprobs of the same tokens by the trained policy; None where only its own tokens are scored."""
     pairs: Array | None = None
     """int64 [pairs, 2]: rows of the chosen and the rejected reply of each pair."""
     step: int = 1
@@ -70,6 +74,8 @@ class Tokens:
             expert_weights=self.expert_weights[inside],
             reference=None if self.reference is None else self.reference[inside],
             proximal=None if self.proximal is None else self.proximal[inside],
+            teacher_top=None if self.teacher_top is None else self.teacher_top[inside],
+            student_top=None if self.student_top is None else self.student_top[inside],
             step=self.step,
         )
 
@@ -120,6 +126,8 @@ class PolicyLoss(Settings):
     then share a row with the sum of their advantages."""
     reads_reference: ClassVar[bool] = False
     """Whether the loss reads the reference's logprobs."""
+    reads_teacher_top: ClassVar[bool] = False
+    """Whether the loss reads the teacher's likeliest tokens."""
     reads_advantage: ClassVar[bool] = True
     """Whether the loss reads the advantage."""
 
