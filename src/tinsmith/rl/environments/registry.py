@@ -1,4 +1,4 @@
-"""The types of environments: `tasks`, `custom`, and those of entry points of the group `tinsmith.environments`.
+"""The types of environments: `tasks`, `openenv`, `custom`, and entry points of the group `tinsmith.environments`.
 
 Modules of environments are loaded when this module is imported, so they cannot import it or RunConfig.
 """
@@ -14,6 +14,7 @@ from tinsmith import entry_points
 from tinsmith.errors import ConfigError
 from tinsmith.rl.environments.base import EnvironmentOptions
 from tinsmith.rl.environments.custom import CustomEnvironment
+from tinsmith.rl.environments.openenv import OpenEnvironment
 from tinsmith.rl.environments.tasks import TasksEnvironment
 from tinsmith.settings import Settings
 
@@ -25,7 +26,7 @@ def _installed() -> Iterator[type[EnvironmentOptions]]:
     """The classes of installed packages. Raises ConfigError for an entry point that names none."""
     for name, kind in entry_points.load(GROUP, type).items():
         field = kind.model_fields.get("type") if issubclass(kind, EnvironmentOptions) else None
-        if field is None or field.default != name or name in ("tasks", "custom"):
+        if field is None or field.default != name or name in ("tasks", "openenv", "custom"):
             raise ConfigError(
                 f"Entry point {name} of {GROUP}: {kind.__module__}:{kind.__qualname__} is no environment of this type.",
                 f'Derive it from tinsmith.EnvironmentOptions, with the field type: Literal["{name}"] = "{name}".',
@@ -41,6 +42,6 @@ if TYPE_CHECKING:
     EnvironmentConfig = EnvironmentOptions
 else:
     EnvironmentConfig = Annotated[
-        Union[TasksEnvironment, *_INSTALLED, CustomEnvironment],
+        Union[TasksEnvironment, OpenEnvironment, *_INSTALLED, CustomEnvironment],
         Field(discriminator="type"),
     ]
