@@ -252,9 +252,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.75, 1.35, 3.5])
-@pytest.mark.parametrize(
-    "loss", [{"type": name} for name in LOSSES if name != "topk_distill"] + VARIANTS, ids=str
-)
+@pytest.mark.parametrize("loss", [{"type": name} for name in LOSSES if name != "topk_distill"] + VARIANTS, ids=str)
 def test_merged_replies_have_the_gradient_of_separate_rows(loss, ratio):
     shared, apart = by_sequence(loss, ratio, merge=True), by_sequence(loss, ratio, merge=False)
     assert shared == pytest.approx(apart, rel=1e-5, abs=1e-7)
