@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from rich.console import Console
 
 from tests.rl.scripted_run import Killed, breaking, rows, run, scripted, settings
@@ -215,7 +216,7 @@ def test_settings_that_cannot_resume_from_are_named(tmp_path, changes, sentence)
 
 def test_stage_cannot_set_resume_from(tmp_path):
     stage = {"name": "a", "resume_from": "tinker://a/weights/b"}
-    with pytest.raises(ConfigError, match="resume_from cannot differ between stages"):
+    with pytest.raises(ValidationError, match="stage a: resume_from cannot differ between stages"):
         RunConfig.model_validate({**settings(tmp_path).model_dump(), "stages": [stage]})
 
 
