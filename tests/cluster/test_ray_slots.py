@@ -21,6 +21,7 @@ from tinsmith.engine.adapters.access import check_folder
 from tinsmith.engine.base import SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.processes.client import RemoteEngine, start_engine
+from tinsmith.engine.processes.slots import Program, read_file
 from tinsmith.engine.processes.tls import Identity
 from tinsmith.errors import ConfigError, EngineDied
 
@@ -109,11 +110,13 @@ def test_each_slot_has_gpus_of_its_own(ray_cluster: RayCluster, slots: Any, wait
         reserved = [*await slots.reserve(2, name="trainer", gpus=1), *await slots.reserve(1, name="sampler", gpus=2)]
         assert [len(slot.gpus) for slot in reserved] == [1, 1, 2]
         assert sorted(gpu for slot in reserved for gpu in slot.gpus) == ["0", "1", "2", "3"]
-        await slots.give_back(slots)
+        await slots.give_back(reserved)
 
     node = ray_cluster.add_node(cores=3, gpus=4)
-    wait(run())
-    ray_cluster.kill(node)
+    try:
+        wait(run())
+    finally:
+        ray_cluster.kill(node)
 
 
 def test_killed_process_is_started_again_in_its_slot(slots: Any, start: Any, wait: Any) -> None:
@@ -147,8 +150,6 @@ def test_node_agent_ends_with_its_process_and_comes_back(slots: Any, start: Any,
 
 
 def test_program_that_does_not_start_shows_its_log(slots: Any, wait: Any) -> None:
-    from tinsmith.engine.processes.slots import Program
-
     (slot,) = wait(slots.reserve(1, name="trainer"))
     with pytest.raises(EngineDied, match="No module named"):
         wait(slot.start(Program(module="tinsmith.no_such_module"), 1))
@@ -158,8 +159,8 @@ def test_folder_that_a_machine_does_not_see_is_refused(slots: Any, wait: Any, tm
     class Elsewhere:
         machine = "far"
 
-        async def read(self, path: Path, limit: int) -> bytes | None:
-            return None
+        async def run(self, function: Any, *args: Any) -> None:
+            assert function is read_file
 
     with pytest.raises(ConfigError, match="far does not see the folder"):
         wait(check_folder([Elsewhere()], tmp_path))  # type: ignore[list-item]
