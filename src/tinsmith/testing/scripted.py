@@ -30,6 +30,7 @@ from tinsmith.rl.policy.sampling import (
     SampleRequest,
     SampleResult,
     Snapshot,
+    TopPromptLogprobs,
     check_prompt_length,
     encoded,
     rendering,
@@ -112,6 +113,10 @@ class ScriptedSnapshot(Snapshot):
                     return SampleResult(logprobs=_prompt_logprobs(texts, logits, tokens, last))
                 case NextLogprobs() as scored:
                     return _next_logprobs(texts, logits, scored)
+                case TopPromptLogprobs():
+                    raise Unsupported(
+                        "A scripted policy has no likeliest tokens of a prompt.", "Test topk_distill with engine=fake."
+                    )
                 case None:
                     return SampleResult(turns=_turns(texts, logits, tokens, request, version))
 
