@@ -15,7 +15,7 @@ from tinsmith.engine.training import loss_specs, losses
 from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms import loss_dispatch
 from tinsmith.rl.algorithms.algorithm import Algorithm
-from tinsmith.rl.algorithms.config import DATA_ONLY, NAMES, AlgorithmConfig
+from tinsmith.rl.algorithms.config import DATA_ONLY, NAMES, PAIRS, AlgorithmConfig
 from tinsmith.rl.algorithms.losses import LossConfig
 from tinsmith.rl.policy.trainer import UpdateResult
 from tinsmith.rl.policy.training_rows import TrainingRow, rows_from_trajectory
@@ -128,7 +128,7 @@ def test_clip_fraction_of_a_server_loss_counts_clipped_tokens():
     assert update.measure(logprobs)["clip_fraction"] == pytest.approx(clipped / total)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("dpo", "ppo")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in (*PAIRS, "ppo")])
 def test_every_algorithm_makes_a_differentiable_update(name):
     apart = {} if name in DATA_ONLY else {"merge_replies": False}
     algorithm = Algorithm(config(name, **apart), frozenset(), columns(), 0)
@@ -238,7 +238,7 @@ def by_sequence(loss: dict, ratio: float, merge: bool) -> dict[tuple[int, ...], 
 
 
 NAMES = [kind.model_fields["type"].default for kind in get_args(get_args(LossConfig)[0])]
-LOSSES = [name for name in NAMES if name not in ("dpo", "custom")]
+LOSSES = [name for name in NAMES if name not in (*PAIRS, "custom")]
 VARIANTS = [
     {"type": "ppo", "dual_clip": None},
     {"type": "ppo", "mask_drift": 0.1},

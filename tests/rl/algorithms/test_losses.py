@@ -210,7 +210,7 @@ def test_dpo_equals_the_formula_of_its_paper():
     assert isinstance(expected, Tensor)
     torch.testing.assert_close(value, expected)
     torch.testing.assert_close(grad, torch.autograd.grad(expected, leaf)[0])
-    assert float(metrics["dpo/accuracy"]) in (0.0, 0.5, 1.0)
+    assert float(metrics["pairs/accuracy"]) in (0.0, 0.5, 1.0)
     with pytest.raises(ConfigError, match="pairs"):
         DpoLoss().total(*batch_of(rows))
 

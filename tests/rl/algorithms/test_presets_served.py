@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tests.rl.algorithms.helpers import run
 from tests.rl.scripted_run import rows
-from tinsmith.rl.algorithms.config import NAMES, AlgorithmConfig
+from tinsmith.rl.algorithms.config import DATA_ONLY, NAMES, PAIRS, AlgorithmConfig
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.rl.policy.tinker import TinkerTrainer
@@ -30,7 +30,7 @@ from tinsmith.service.embedded import embedded
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
-HERE = {"dpo", "topr", "sapo", "sppo", "rec", "mix", "mix_chord", "topk_distill"}
+HERE = {*PAIRS, "topr", "sapo", "sppo", "rec", "mix", "mix_chord", "topk_distill"}
 """Algorithms whose loss is always computed by the client."""
 
 ServerLoss = tuple[tuple[str, str], Path]
@@ -63,7 +63,7 @@ def settings(name: str, data: Path, folder: Path) -> RunConfig:
     if name in ("jsd", "on_policy_distill", "topk_distill"):
         algorithm["teacher"] = "teacher"
     data_source: dict[str, Any] = {"type": "jsonl", "path": str(data)}
-    if name == "dpo":
+    if name in PAIRS:
         data_source |= {"chosen": "{answer}", "rejected": "{worse}"}
     if name == "cpt":
         data_source |= {"prompt": "{text}"}
@@ -75,14 +75,14 @@ def settings(name: str, data: Path, folder: Path) -> RunConfig:
         "rewards": [{"type": "custom", "path": f"{__name__}:vowel_reward"}],
         "sampling": {"max_tokens": 6},
         "groups_per_step": 3,
-        **({} if name in ("sft", "cpt", "dpo") else {"group_size": 4}),
+        **({} if name in DATA_ONLY else {"group_size": 4}),
         "steps": 2,
         "optimizer": {"learning_rate": 1e-2},
         "monitors": [],
         "name": name,
         "folder": str(folder),
         **({"workflow": {"type": "custom", "path": f"{__name__}:stateful_workflow"}} if name == "gigpo" else {}),
-        **(demonstrations if name in ("sft", "cpt", "dpo", "mix", "mix_chord") else {}),
+        **(demonstrations if name in (*DATA_ONLY, "mix", "mix_chord") else {}),
     }
     return RunConfig.model_validate(values)
 

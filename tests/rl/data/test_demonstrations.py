@@ -10,6 +10,7 @@ import pytest
 
 from tests.rl.scripted_run import Killed, breaking, rows, run, settings
 from tinsmith.errors import ConfigError
+from tinsmith.rl.algorithms.updates import units_of_demonstrations
 from tinsmith.rl.data.demonstrations import Demonstrations, DemonstrationsConfig
 from tinsmith.rl.data.row_sources import Jsonl
 from tinsmith.rl.data.sources import Addition
@@ -166,19 +167,47 @@ def test_sft_run_is_evaluated_with_tasks_and_rewards(tmp_path):
     assert passed == [0.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("name", ["cpt", "dpo"])
-def test_cpt_and_dpo_learn_from_demonstrations(tmp_path, name):
+@pytest.mark.parametrize("name", ["cpt", "dpo", "kto", "orpo"])
+def test_cpt_and_pairs_learn_from_demonstrations(tmp_path, name):
     path = write(tmp_path, "data.jsonl", [{"question": f"{n}?", "answer": "yes", "no": "no"} for n in range(10)])
-    change = {"chosen": "{answer}", "rejected": "{no}"} if name == "dpo" else {"prompt": "?yes"}
-    data = {"data": {"type": "jsonl", "path": path, **change}, "learn": "last" if name == "dpo" else "text"}
+    change = {"chosen": "{answer}", "rejected": "{no}"} if name != "cpt" else {"prompt": "?yes"}
+    data = {"data": {"type": "jsonl", "path": path, **change}, "learn": "last" if name != "cpt" else "text"}
     run(sft_settings(tmp_path / "run", tmp_path, algorithm={"type": name}, demonstrations=data))
     last = rows(tmp_path / "run")[-1]
-    if name == "dpo":
-        assert last["optim/dpo/accuracy"] == 1.0
-        assert last["optim/dpo/margin"] > 0
-        assert last["optim/rows"] == 6
+    if name != "cpt":
+        assert last["optim/pairs/accuracy"] == 1.0
+        assert last["optim/pairs/margin"] > 0
+        assert last["optim/rows"] == (12 if name == "kto" else 6)
     else:
         assert last["optim/rows"] == 3
+
+
+def test_mismatched_replies_follow_the_prompt_of_the_next_pair(tmp_path):
+    path = write(tmp_path, "data.jsonl", [{"question": q, "yes": f"{q}Y", "no": f"{q}N"} for q in ("a", "bb", "ccc")])
+    data = {"data": {"type": "jsonl", "path": path, "chosen": "{yes}", "rejected": "{no}"}}
+    settings = DemonstrationsConfig.model_validate({**data, "order": {"type": "sequential"}})
+    loaded = settings.load()
+    drawn = Demonstrations(settings, loaded, {"": ()}, CharacterCodec(), 0, pairs=True, mismatched=True).draw(3)
+    plain = demonstrations(pairs=True, **data, order={"type": "sequential"}).draw(3)
+    kinds = ["chosen", "rejected", "mismatched", "mismatched"]
+    assert [row.kind for row in drawn] == 3 * kinds
+    units = units_of_demonstrations(drawn)
+    assert [[row.kind for row in unit.rows] for unit in units] == 3 * [kinds]
+    for at in range(3):
+        chosen, rejected, *mismatched = drawn[4 * at : 4 * at + 4]
+        assert [words(row) for row in mismatched] == [words(chosen), words(rejected)]
+        after = plain[2 * ((at + 1) % 3)]
+        for row in mismatched:
+            length = len(after.tokens) - int(after.mask.sum()) + 1
+            assert row.tokens[:length].tolist() == after.tokens[:length].tolist()
+            assert len(row.tokens) == len(row.targets) == len(row.mask)
+
+
+def test_kto_refuses_a_step_of_one_pair(tmp_path):
+    path = write(tmp_path, "data.jsonl", [{"question": "1?", "answer": "yes", "no": "no"}])
+    data = {"data": {"type": "jsonl", "path": path, "chosen": "{answer}", "rejected": "{no}"}, "per_step": 1}
+    with pytest.raises(ValueError, match="two pairs"):
+        sft_settings(tmp_path / "run", tmp_path, algorithm={"type": "kto"}, demonstrations=data)
 
 
 @pytest.mark.parametrize("name", ["mix", "mix_chord"])

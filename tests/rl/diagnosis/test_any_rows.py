@@ -15,7 +15,7 @@ NAMES = (
     "policy/staleness", "policy/guarded", "optim/skipped", "optim/lr", "optim/grad_norm", "optim/loss",
     "optim/entropy", "optim/ess_tokens", "optim/kl_sample_train_v2", "optim/kl_sample_train_k3", "optim/ratio_max",
     "optim/clip_fraction", "optim/kl_reference_k3", "optim/expert_nll", "critic/explained_variance", "critic/lr",
-    "dpo/accuracy", "eval/pass@1", "eval/reward/mean", "eval/constant_pass@1", "eval/tasks", "eval/equal",
+    "optim/pairs/accuracy", "eval/pass@1", "eval/reward/mean", "eval/constant_pass@1", "eval/tasks", "eval/equal",
     "eval/failed",
 )  # fmt: skip
 VALUES = st.one_of(

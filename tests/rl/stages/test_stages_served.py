@@ -95,7 +95,7 @@ def test_text_and_chats_are_trained_on(finished):
 def test_dpo_starts_at_its_reference(finished):
     first = rows(finished / "03-pairs")[0]
     assert first["optim/rows"] == 4
-    assert first["optim/dpo/margin"] == pytest.approx(0.0, abs=1e-4)
+    assert first["optim/pairs/margin"] == pytest.approx(0.0, abs=1e-4)
     assert first["optim/policy_loss"] == pytest.approx(math.log(2.0), abs=1e-4)
 
 

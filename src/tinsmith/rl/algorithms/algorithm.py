@@ -337,7 +337,9 @@ def _mean_divergence(results: Sequence[tuple[Update, UpdateResult]]) -> float | 
     total = weight = 0.0
     for update, result in results:
         if "kl" in result.metrics:
-            tokens = sum(row.count * int(row.mask.sum()) for row in update.rows if row.kind != "expert")
+            tokens = sum(
+                row.count * int(row.mask.sum()) for row in update.rows if row.kind not in ("expert", "mismatched")
+            )
             total, weight = total + result.metrics["kl"] * tokens, weight + tokens
         elif "kl:sum" in result.metrics:
             total += result.metrics["kl:sum"]

@@ -16,7 +16,7 @@ from tinsmith.rl.algorithms.grouping import Grouping
 from tinsmith.rl.algorithms.losses import LossConfig
 from tinsmith.rl.algorithms.losses.base import Aggregate, SamplerRatio
 from tinsmith.rl.algorithms.losses.policy_gradient import ImportanceSamplingLoss, PpoLoss
-from tinsmith.rl.algorithms.losses.preference import DpoLoss
+from tinsmith.rl.algorithms.losses.preference import PreferenceLoss
 from tinsmith.rl.algorithms.losses.supervised import MixChordLoss, MixLoss, SftIsLoss, SftLoss, SftPhiLoss
 from tinsmith.rl.algorithms.regularizers import EntropyConfig, KlConfig
 from tinsmith.rl.algorithms.user_code import OF_THE_RUN, CustomAlgorithm
@@ -24,14 +24,17 @@ from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.settings import Needs, Settings
 
 Name = Literal[
-    "grpo", "grpo_std", "ppo", "dapo", "reinforceplusplus", "rloo", "opmd", "asymre", "dpo", "topr", "cispo", "gspo",
+    "grpo", "grpo_std", "ppo", "dapo", "reinforceplusplus", "rloo", "opmd", "asymre", "dpo", "ipo", "kto",
+    "orpo", "simpo", "topr", "cispo", "gspo",
     "sapo", "mix", "mix_chord", "raft", "sppo", "rec", "multi_step_grpo", "gigpo", "on_policy_distill", "jsd",
     "topk_distill",
     "grpo_verl", "sft", "cpt",
 ]  # fmt: skip
 NAMES: tuple[str, ...] = get_args(Name)
 
-DATA_ONLY = ("sft", "cpt", "dpo")
+PAIRS = ("dpo", "ipo", "kto", "orpo", "simpo")
+"""Algorithms that train on pairs of replies."""
+DATA_ONLY = ("sft", "cpt", *PAIRS)
 """Algorithms that train on demonstrations alone."""
 
 _K2 = {"type": "k2", "coef": 0.001}
@@ -66,7 +69,7 @@ PRESETS: Mapping[str, dict[str, Any]] = {
     "rloo": _parts("rloo", "ppo", _K2),
     "opmd": _parts("opmd", "opmd", _K2),
     "asymre": _parts("opmd", "opmd", asymmetric=True),
-    "dpo": _parts("reinforce", "dpo"),
+    **{name: _parts("reinforce", name) for name in PAIRS},
     "topr": _parts("reinforce", "topr", _K2),
     "cispo": _parts("grpo", "cispo", _K2),
     "gspo": _parts("grpo", "gspo", _K2, "seq_mean_token_mean"),
@@ -275,11 +278,16 @@ class AlgorithmConfig(Settings):
     @property
     def learns_from(self) -> Literal["rollouts", "demonstrations", "pairs", "both"]:
         """What the algorithm trains on: rollouts, demonstrations, pairs of replies, or rollouts and demonstrations."""
-        if isinstance(self.loss, DpoLoss):
+        if isinstance(self.loss, PreferenceLoss):
             return "pairs"
         if isinstance(self.loss, MixLoss | MixChordLoss):
             return "both"
         return "demonstrations" if self.type in ("sft", "cpt") else "rollouts"
+
+    @property
+    def reads_mismatched(self) -> bool:
+        """Whether the loss reads replies after the prompts of other pairs."""
+        return isinstance(self.loss, PreferenceLoss) and self.loss.reads_mismatched
 
     @property
     def sampler_ratio(self) -> SamplerRatio:

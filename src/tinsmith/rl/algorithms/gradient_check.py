@@ -7,7 +7,7 @@ each is recorded there and returned again when a token is shifted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ class GradientCheck:
 def random_tokens(aggregate: Aggregate = "token_mean", *, seed: int = 0, pairs: bool = False) -> tuple[Any, Tokens]:
     """Logprobs of the model in training [T], and tokens of replies with advantages of both signs, in tensors.
 
-    With `pairs`, the first and the second half of the replies are chosen and rejected ones.
+    With `pairs`, the first half of the replies are chosen, the second rejected ones, and all count as mismatched.
     """
     import torch
 
@@ -65,6 +65,7 @@ def random_tokens(aggregate: Aggregate = "token_mean", *, seed: int = 0, pairs: 
         expert_weights=np.zeros(count),
         reference=np.minimum(logprobs + random.normal(0.0, 0.4, count), -0.01),
         pairs=np.arange(len(_LENGTHS)).reshape(2, -1).T if pairs else None,
+        mismatched=np.arange(len(_LENGTHS)) if pairs else None,
     )
     return torch.from_numpy(logprobs), tokens.as_tensors()
 
@@ -77,7 +78,7 @@ def check_gradient(loss: PolicyLoss, aggregate: Aggregate = "token_mean", *, pai
     leaf = point.clone().requires_grad_(True)
     constants: list[Any] = []
     with _constants(constants.append, None):
-        total, _ = loss.total(leaf, tokens)
+        total, _ = loss.total(leaf, _with_likeliest(tokens, loss, leaf))
     total.backward()
     gradient = leaf.grad if leaf.grad is not None else torch.zeros_like(point)
 
@@ -86,7 +87,7 @@ def check_gradient(loss: PolicyLoss, aggregate: Aggregate = "token_mean", *, pai
         moved[at] += by
         recorded = iter(constants)
         with _constants(None, lambda: next(recorded)):
-            total, _ = loss.total(moved.requires_grad_(True), tokens)
+            total, _ = loss.total(moved.requires_grad_(True), _with_likeliest(tokens, loss, moved))
         return float(total.detach())
 
     differences = torch.tensor(
@@ -95,6 +96,13 @@ def check_gradient(loss: PolicyLoss, aggregate: Aggregate = "token_mean", *, pai
     errors = (gradient - differences).abs() / gradient.abs().max().clamp(min=1e-12)
     worst = int(errors.argmax())
     return GradientCheck(len(point), float(gradient[worst]), float(differences[worst]), float(errors[worst]))
+
+
+def _with_likeliest(tokens: Tokens, loss: PolicyLoss, logprobs: Any) -> Tokens:
+    """The tokens, each of which is the likeliest of the teacher if the loss reads it."""
+    if not loss.reads_teacher_top:
+        return tokens
+    return replace(tokens, teacher_top=tokens.old[:, None], student_top=logprobs[:, None])
 
 
 def try_loss(loss: PolicyLoss) -> None:

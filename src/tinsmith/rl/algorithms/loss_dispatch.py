@@ -149,12 +149,13 @@ def tokens_of_rows(rows: Sequence[TrainingRow], config: AlgorithmConfig, step: i
     lengths = np.array([row.mask.sum() for row in rows], np.int64)
     sequence = np.repeat(np.arange(len(rows)), lengths)
     counts = np.array([row.count for row in rows], np.float64)[sequence]
-    expert = np.array([row.kind == "expert" for row in rows], bool)[sequence]
+    expert = np.array([row.kind in ("expert", "mismatched") for row in rows], bool)[sequence]
+    mismatched = np.array([at for at, row in enumerate(rows) if row.kind == "mismatched"], np.int64)
     chosen = [at for at, row in enumerate(rows) if row.kind == "chosen"]
     rejected = [at for at, row in enumerate(rows) if row.kind == "rejected"]
     own_aggregate = config.loss.expert_aggregate if isinstance(config.loss, MixtureLoss) else None
     kinds: tuple[tuple[Aggregate, np.ndarray], ...] = (
-        (config.aggregate, expert | ~expert),
+        (config.aggregate, ~np.isin(sequence, mismatched)),
         (config.aggregate, ~expert),
         (own_aggregate or config.aggregate, expert),
     )
@@ -172,6 +173,7 @@ def tokens_of_rows(rows: Sequence[TrainingRow], config: AlgorithmConfig, step: i
         proximal=flat([row.columns.get("proximal", row.logprobs) for row in rows]) if _anchored(rows) else None,
         teacher_top=_teacher_top(rows) if config.loss.reads_teacher_top else None,
         pairs=np.array(list(zip(chosen, rejected, strict=True))) if chosen else None,
+        mismatched=mismatched if len(mismatched) else None,
         step=step,
     )
 

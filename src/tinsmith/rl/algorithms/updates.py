@@ -7,7 +7,7 @@ divided; the weights of the aggregate are those of the minibatch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import numpy as np
@@ -58,18 +58,21 @@ class UpdatesConfig(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Rows that stay in one minibatch: those of a group, a demonstration, or the two rows of a pair."""
+    """Rows that stay in one minibatch: those of a group, a demonstration, or those of a pair."""
 
     rows: tuple[TrainingRow, ...]
     demonstration: bool = False
 
 
 def units_of_demonstrations(rows: Sequence[TrainingRow]) -> list[Unit]:
-    """One unit for each demonstration; a chosen and its rejected reply are one unit."""
-    chosen = [row for row in rows if row.kind == "chosen"]
-    rejected = [row for row in rows if row.kind == "rejected"]
-    pairs = [Unit(rows=pair, demonstration=True) for pair in zip(chosen, rejected, strict=True)]
-    return pairs + [Unit(rows=(row,), demonstration=True) for row in rows if row.kind not in ("chosen", "rejected")]
+    """One unit for each demonstration; a chosen reply and the other rows of its pair, which follow it, are one unit."""
+    units: list[Unit] = []
+    for row in rows:
+        if row.kind in ("rejected", "mismatched"):
+            units[-1] = replace(units[-1], rows=(*units[-1].rows, row))
+        else:
+            units.append(Unit(rows=(row,), demonstration=True))
+    return units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,10 +29,17 @@ def _check_data(config: RunSettings) -> None:
         raise ValueError(
             f"demonstrations is not used with {kind}; leave it out, or set algorithm.type to sft, dpo or mix"
         )
+    if config.algorithm.reads_mismatched and config.demonstrations is not None:
+        _check_two_pairs(config.demonstrations.count(config.groups_per_step, config.group_size, alone=True), kind)
     if kind == "cpt" and config.demonstrations is not None and config.demonstrations.learn != "text":
         raise ValueError("cpt trains on plain text; set demonstrations.learn to text, or algorithm.type to sft")
     if learns_from == "pairs" and config.demonstrations is not None and config.demonstrations.learn == "text":
         raise ValueError(f"{kind} compares replies to a chat, not plain text; leave out demonstrations.learn")
+
+
+def _check_two_pairs(pairs: int, kind: str) -> None:
+    if pairs < 2:
+        raise ValueError(f"{kind} needs two pairs in a step; set demonstrations.per_step to 2 or more")
 
 
 def _check_steps(config: RunSettings) -> None:

@@ -87,7 +87,7 @@ class RunSettings(Settings):
     """Reward functions. The reward is their weighted sum plus the workflow's own reward. Not needed with a teacher
     (on_policy_distill, jsd)."""
     demonstrations: DemonstrationsConfig | None = None
-    """Demonstrations to train on: alone (sft, cpt, dpo) or together with rollouts (mix, mix_chord)."""
+    """Demonstrations to train on: alone (sft, cpt, dpo and others on pairs) or with rollouts (mix, mix_chord)."""
     steps: int = Field(default=0, ge=0)
     """Steps: batches that are sampled and trained on; 0: derived from `epochs`. Each is one optimizer step unless
     `updates` divides it."""

@@ -90,10 +90,12 @@ class Demonstrations:
         seed: int,
         *,
         pairs: bool,
+        mismatched: bool = False,
     ) -> None:
         """`loaded` are the demonstrations of each source of `config`. With `pairs`, each demonstration gives two rows:
-        the chosen reply and the rejected one."""
+        the chosen reply and the rejected one; with `mismatched`, also both after the prompt of another one."""
         self._config, self._codec, self._pairs, self._seed = config, codec, pairs, seed
+        self._mismatched = mismatched
         self._held_out_keys = question_keys(held_out)
         self._sources: list[_OrderedSource] = []
         for number, (source, demonstrations) in enumerate(zip(as_tuple(config.data), loaded, strict=True)):
@@ -112,7 +114,7 @@ class Demonstrations:
         self.cursor = 0
 
     def draw(self, count: int) -> list[TrainingRow]:
-        """Rows of the next `count` demonstrations; the two rows of a pair are adjacent."""
+        """Rows of the next `count` demonstrations; the rows of a pair are adjacent, the chosen reply first."""
         rows: list[TrainingRow] = []
         drawn = skipped = 0
         while drawn < count:
@@ -126,7 +128,22 @@ class Demonstrations:
                     "demonstrations.max_tokens.",
                     "Raise max_tokens, or hold out other tasks.",
                 )
-        return rows
+        return self._with_mismatched(rows) if self._mismatched else rows
+
+    def _with_mismatched(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
+        """The rows of pairs, each pair with its replies after the prompt of the next pair."""
+        with_others: list[TrainingRow] = []
+        for at in range(0, len(rows), 2):
+            prompt = rows[(at + 2) % len(rows)]
+            pair = rows[at : at + 2]
+            with_others += [*pair, *(self._after_prompt(prompt, reply) for reply in pair)]
+        return with_others
+
+    def _after_prompt(self, prompt: TrainingRow, reply: TrainingRow) -> TrainingRow:
+        """The tokens of a row's reply after the prompt of another row."""
+        end, begin = (int(row.mask.argmax()) for row in (prompt, reply))
+        tokens = [*prompt.tokens[: end + 1].tolist(), *reply.targets[begin:].tolist()]
+        return self._row(tokens, [False] * (end + 1) + reply.mask[begin:].tolist(), "mismatched")
 
     def _next(self) -> Demonstration:
         """The next demonstration. Sources are mixed in proportion to their sizes, in an order drawn for each epoch."""
@@ -203,5 +220,5 @@ def check_pair(demonstration: Demonstration, pairs: bool) -> None:
     if demonstration.rejected and not pairs:
         raise ConfigError(
             f"{demonstration.id} is a pair of replies, which this algorithm does not compare.",
-            "Use algorithm dpo, or leave out chosen and rejected.",
+            "Use an algorithm for pairs, such as dpo, or leave out chosen and rejected.",
         )

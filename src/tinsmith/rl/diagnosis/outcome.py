@@ -213,14 +213,14 @@ def _demonstrations(evidence: Evidence) -> Iterator[Finding]:
             change=lower_rate(evidence, 10),
             metric="optim/expert_nll",
         )
-    pairs = evidence.recent("dpo/accuracy")
+    pairs = evidence.recent("optim/pairs/accuracy")
     if pairs is not None and pairs <= 0.5 and len(evidence.trained) >= thresholds.TREND_STEPS.value:
         yield Finding(
             name="pairs_not_learned",
             severity="warning",
             sentence=f"Only {percent(pairs)} of the pairs are in the right order, as by chance.",
             change=_more_signal(evidence),
-            metric="dpo/accuracy",
+            metric="optim/pairs/accuracy",
         )
 
 

@@ -20,8 +20,9 @@ from tinsmith.rl.policy.images import model_input
 from tinsmith.rl.types import EncodedPrompt, PlacedImage, Tokens, Trajectory, Turn
 from tinsmith.routed_experts import from_text, missing, to_words
 
-Kind = Literal["policy", "expert", "chosen", "rejected"]
-"""Source of the tokens inside the mask: the policy, a demonstration (`expert`), or one reply of a pair."""
+Kind = Literal["policy", "expert", "chosen", "rejected", "mismatched"]
+"""Source of the tokens inside the mask: the policy, a demonstration (`expert`), one reply of a pair, or a reply after
+the prompt of another pair."""
 
 
 TEACHER_TOP = "teacher_top"

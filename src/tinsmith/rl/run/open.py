@@ -222,10 +222,16 @@ def _run_info(config: RunConfig, folder: RunFolder, policy: Trainer) -> RunInfo:
 def _demonstrations(config: RunConfig, data: RunData, policy: Trainer) -> Demonstrations | None:
     if config.demonstrations is None:
         return None
-    pairs = config.algorithm.learns_from == "pairs"
+    algorithm = config.algorithm
     _, held_out = data.tasks
     return Demonstrations(
-        config.demonstrations, data.demonstrations, held_out, policy.models.chat, config.seed, pairs=pairs
+        config.demonstrations,
+        data.demonstrations,
+        held_out,
+        policy.models.chat,
+        config.seed,
+        pairs=algorithm.learns_from == "pairs",
+        mismatched=algorithm.reads_mismatched,
     )
 
 

@@ -18,7 +18,7 @@ from tinsmith.rl.algorithms.losses.policy_gradient import (
     SppoLoss,
     ToprLoss,
 )
-from tinsmith.rl.algorithms.losses.preference import DpoLoss
+from tinsmith.rl.algorithms.losses.preference import DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
 from tinsmith.rl.algorithms.losses.supervised import MixChordLoss, MixLoss, OpmdLoss, SftIsLoss, SftLoss, SftPhiLoss
 from tinsmith.rl.algorithms.losses.user_code import CustomLoss
 
@@ -36,6 +36,10 @@ LossConfig = Annotated[
     | SftIsLoss
     | SftPhiLoss
     | DpoLoss
+    | IpoLoss
+    | KtoLoss
+    | OrpoLoss
+    | SimpoLoss
     | MixLoss
     | MixChordLoss
     | DroLoss

@@ -50,6 +50,8 @@ class Tokens:
     """[T, K]: logprobs of the same tokens by the trained policy; None where only its own tokens are scored."""
     pairs: Array | None = None
     """int64 [pairs, 2]: rows of the chosen and the rejected reply of each pair."""
+    mismatched: Array | None = None
+    """int64 [rows]: rows of replies after the prompts of other pairs."""
     step: int = 1
     """Step of the run, from 1."""
 

@@ -1,4 +1,8 @@
-"""Direct preference optimization: a loss over pairs of replies, without rewards (arXiv 2305.18290)."""
+"""Preference losses: a score for each reply, and a loss of the scores of a chosen and a rejected one, without rewards.
+
+Notation: log p is the sum of a reply's logprobs, log p_ref that of the reference, and mean log p the sum divided by the
+number of tokens. All losses are means over pairs; the aggregate is not used.
+"""
 
 from __future__ import annotations
 
@@ -8,50 +12,199 @@ from pydantic import Field
 from typing_extensions import override
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.algorithms.arrays import Array, library_of, sums_of_rows
+from tinsmith.rl.algorithms.arrays import Array, library_of, sums_of_rows, without_gradient
 from tinsmith.rl.algorithms.losses.base import Losses, PolicyLoss, SamplerRatio, Tokens
 
+_LARGEST_LOGPROB = -1e-9
+"""Bound of a logprob before its odds are computed, which are infinite at 0."""
 
-class DpoLoss(PolicyLoss):
-    """-(1 - s) log sigmoid(m) - s log sigmoid(-m), mean over pairs, with m = beta ((c - c_ref) - (r - r_ref)).
 
-    c and r are the logprobs of the whole chosen and the whole rejected reply; s is the label smoothing. The aggregate
-    is not used.
-    """
+class PreferenceLoss(PolicyLoss):
+    """Base class of losses over pairs of replies: `scores` of the replies, and `losses` of the pairs."""
 
-    type: Literal["dpo"] = "dpo"
     linear: ClassVar[bool] = False
     reads_advantage: ClassVar[bool] = False
-    reads_reference: ClassVar[bool] = True
-    beta: float = Field(default=0.1, gt=0)
-    """Strength of the pull to the reference: the smaller, the further the policy may move away."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """s, the assumed probability that the labels of a pair are swapped."""
+    reads_mismatched: ClassVar[bool] = False
+    """Whether the loss reads replies after the prompts of other pairs."""
 
     @property
     @override
     def sampler_ratio(self) -> SamplerRatio:
         return "none"
 
+    def scores(self, logprobs: Array, batch: Tokens) -> Array:
+        """The score of each row [rows]."""
+        raise NotImplementedError
+
+    def losses(self, chosen: Array, rejected: Array) -> Array:
+        """The loss of each pair, from the scores of its replies."""
+        raise NotImplementedError
+
     @override
     def total(self, logprobs: Array, batch: Tokens) -> Losses:
         """The loss and its metrics. Raises ConfigError if the batch has no pairs."""
-        if batch.pairs is None or batch.reference is None:
+        pairs = self.pairs_of(batch)
+        scores = self.scores(logprobs, batch)
+        chosen, rejected = scores[pairs[:, 0]], scores[pairs[:, 1]]
+        return self.losses(chosen, rejected).mean(), _metrics(chosen, rejected)
+
+    def pairs_of(self, batch: Tokens) -> Array:
+        """The rows of the pairs [pairs, 2]. Raises ConfigError if the batch has none."""
+        if batch.pairs is None:
             raise ConfigError(
-                "dpo trains on pairs of a chosen and a rejected reply, but the data has none.",
+                f"{type(self).model_fields['type'].default} trains on pairs of a chosen and a rejected reply, but the "
+                "data has none.",
                 "Set chosen and rejected on demonstrations.data.",
             )
-        rows = int(batch.sequence[-1]) + 1
-        log_ratios = sums_of_rows(logprobs - batch.reference, batch.sequence, rows)
-        chosen, rejected = log_ratios[batch.pairs[:, 0]], log_ratios[batch.pairs[:, 1]]
-        margin = self.beta * (chosen - rejected)
-        library, smoothing = library_of(margin), self.label_smoothing
-        zeros = library.zeros_like(margin)
-        losses = (1 - smoothing) * library.logaddexp(zeros, -margin) + smoothing * library.logaddexp(zeros, margin)
-        metrics = {
-            "dpo/accuracy": ((margin > 0) * 1.0).mean(),
-            "dpo/margin": margin.mean(),
-            "dpo/chosen": self.beta * chosen.mean(),
-            "dpo/rejected": self.beta * rejected.mean(),
-        }
-        return losses.mean(), metrics
+        return batch.pairs
+
+
+class DpoLoss(PreferenceLoss):
+    """-(1 - s) log sigmoid(m) - s log sigmoid(-m), with the difference m of the scores beta (log p - log p_ref) and the
+    label smoothing s: direct preference optimization (arXiv 2305.18290)."""
+
+    type: Literal["dpo"] = "dpo"
+    reads_reference: ClassVar[bool] = True
+    beta: float = Field(default=0.1, gt=0)
+    """Strength of the pull to the reference: the smaller, the further the policy may move away."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """s, the assumed probability that the labels of a pair are swapped."""
+
+    @override
+    def scores(self, logprobs: Array, batch: Tokens) -> Array:
+        return self.beta * _log_ratios(logprobs, batch)
+
+    @override
+    def losses(self, chosen: Array, rejected: Array) -> Array:
+        margin, smoothing = chosen - rejected, self.label_smoothing
+        return (1 - smoothing) * _softplus(-margin) + smoothing * _softplus(margin)
+
+
+class IpoLoss(PreferenceLoss):
+    """(m - 1 / (2 tau))^2, with the difference m of the scores log p - log p_ref: identity preference optimization
+    (arXiv 2310.12036). The margin of a pair is bounded, where that of dpo grows without end if all labels agree."""
+
+    type: Literal["ipo"] = "ipo"
+    reads_reference: ClassVar[bool] = True
+    tau: float = Field(default=0.1, gt=0)
+    """Strength of the pull to the reference: the margin of a pair is 1 / (2 tau) at the minimum."""
+
+    @override
+    def scores(self, logprobs: Array, batch: Tokens) -> Array:
+        return _log_ratios(logprobs, batch)
+
+    @override
+    def losses(self, chosen: Array, rejected: Array) -> Array:
+        return (chosen - rejected - 1 / (2 * self.tau)) ** 2
+
+
+class SimpoLoss(PreferenceLoss):
+    """-log sigmoid(m - gamma), with the difference m of the scores beta mean log p: no reference, and no preference for
+    long replies (simple preference optimization, arXiv 2405.14734)."""
+
+    type: Literal["simpo"] = "simpo"
+    beta: float = Field(default=2.0, gt=0)
+    """Scale of the scores."""
+    gamma: float = Field(default=1.0, ge=0)
+    """Margin that the score of the chosen reply should have."""
+
+    @override
+    def scores(self, logprobs: Array, batch: Tokens) -> Array:
+        return self.beta * _mean_logprobs(logprobs, batch)
+
+    @override
+    def losses(self, chosen: Array, rejected: Array) -> Array:
+        return _softplus(self.gamma - (chosen - rejected))
+
+
+class OrpoLoss(PreferenceLoss):
+    """-mean log p of the chosen reply - weight log sigmoid(m), with the difference m of the scores log(P / (1 - P)),
+    log P = mean log p: fine-tuning and preference in one, without a reference (arXiv 2403.07691)."""
+
+    type: Literal["orpo"] = "orpo"
+    weight: float = Field(default=0.1, gt=0)
+    """Weight of the preference against the likelihood of the chosen reply (lambda of the paper)."""
+
+    @override
+    def scores(self, logprobs: Array, batch: Tokens) -> Array:
+        return log_odds(_mean_logprobs(logprobs, batch))
+
+    @override
+    def losses(self, chosen: Array, rejected: Array) -> Array:
+        return self.weight * _softplus(-(chosen - rejected))
+
+    @override
+    def total(self, logprobs: Array, batch: Tokens) -> Losses:
+        loss, metrics = super().total(logprobs, batch)
+        likelihood = _mean_logprobs(logprobs, batch)[self.pairs_of(batch)[:, 0]]
+        return loss - likelihood.mean(), {**metrics, "pairs/nll": -likelihood.mean()}
+
+
+class KtoLoss(PreferenceLoss):
+    """Mean of w_c (1 - sigmoid(c - z)) over chosen and w_r (1 - sigmoid(z - r)) over rejected replies, with the scores
+    c, r = beta (log p - log p_ref): the value of each reply by itself, as prospect theory has it (arXiv 2402.01306).
+
+    z is beta max(0, mean of log p - log p_ref) over replies after the prompts of other pairs, without gradient, an
+    estimate of the divergence from the reference. It costs a row for each reply, and two pairs a step.
+    """
+
+    type: Literal["kto"] = "kto"
+    reads_reference: ClassVar[bool] = True
+    reads_mismatched: ClassVar[bool] = True
+    beta: float = Field(default=0.1, gt=0)
+    """Strength of the pull to the reference."""
+    chosen_weight: float = Field(default=1.0, gt=0)
+    """w_c, the weight of chosen replies."""
+    rejected_weight: float = Field(default=1.0, gt=0)
+    """w_r, the weight of rejected replies."""
+
+    @override
+    def total(self, logprobs: Array, batch: Tokens) -> Losses:
+        pairs = self.pairs_of(batch)
+        scores = self.beta * _log_ratios(logprobs, batch)
+        chosen, rejected = scores[pairs[:, 0]], scores[pairs[:, 1]]
+        if batch.mismatched is None:
+            raise ValueError("kto reads replies after the prompts of other pairs")
+        z = library_of(scores).clip(without_gradient(scores[batch.mismatched].mean()), 0.0, None)
+        # 1 - sigmoid(x) = sigmoid(-x)
+        values = self.chosen_weight * _sigmoid(z - chosen) + self.rejected_weight * _sigmoid(rejected - z)
+        return values.mean() / 2, {**_metrics(chosen, rejected), "pairs/divergence": z}
+
+
+def log_odds(logprobs: Array) -> Array:
+    """log(P / (1 - P)) for log P."""
+    library = library_of(logprobs)
+    bounded = library.clip(logprobs, None, _LARGEST_LOGPROB)
+    return bounded - library.log(-library.expm1(bounded))
+
+
+def _metrics(chosen: Array, rejected: Array) -> dict[str, Array]:
+    margin = chosen - rejected
+    return {
+        "pairs/accuracy": ((margin > 0) * 1.0).mean(),
+        "pairs/margin": margin.mean(),
+        "pairs/chosen": chosen.mean(),
+        "pairs/rejected": rejected.mean(),
+    }
+
+
+def _log_ratios(logprobs: Array, batch: Tokens) -> Array:
+    """log p - log p_ref of each row."""
+    if batch.reference is None:
+        raise ValueError("the loss reads logprobs of the reference")
+    return sums_of_rows(logprobs - batch.reference, batch.sequence, int(batch.sequence[-1]) + 1)
+
+
+def _mean_logprobs(logprobs: Array, batch: Tokens) -> Array:
+    rows, ones = int(batch.sequence[-1]) + 1, library_of(logprobs).ones_like(logprobs)
+    return sums_of_rows(logprobs, batch.sequence, rows) / sums_of_rows(ones, batch.sequence, rows)
+
+
+def _softplus(values: Array) -> Array:
+    """-log sigmoid(-x) = log(1 + e^x)."""
+    library = library_of(values)
+    return library.logaddexp(library.zeros_like(values), values)
+
+
+def _sigmoid(values: Array) -> Array:
+    return library_of(values).exp(-_softplus(-values))

@@ -1,0 +1,100 @@
+"""Preference losses against the formulas of their papers, in float64, with gradients; and the rows that they read."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, sigmoid
+from torch.nn.functional import logsigmoid
+
+from tests.rl.algorithms.test_losses import batch_of
+from tinsmith.errors import ConfigError
+from tinsmith.rl.algorithms.losses.preference import IpoLoss, KtoLoss, OrpoLoss, PreferenceLoss, SimpoLoss, log_odds
+
+LENGTHS = ((2, 1), (1, 2), (3, 4))
+"""Tokens of the chosen and the rejected reply of each pair."""
+
+
+def ipo(p: list[Tensor], ref: list[Tensor]) -> Tensor:
+    """Equation 17 of arXiv 2310.12036 with tau 0.4."""
+    h = [(p[at] - ref[at]).sum() - (p[at + 1] - ref[at + 1]).sum() for at in (0, 2, 4)]
+    return torch.stack([(each - 1 / 0.8) ** 2 for each in h]).mean()
+
+
+def simpo(p: list[Tensor], ref: list[Tensor]) -> Tensor:
+    """Equation 6 of arXiv 2405.14734 with beta 1.5 and gamma 0.3."""
+    pairs = [(p[at], p[at + 1]) for at in (0, 2, 4)]
+    return -torch.stack([logsigmoid(1.5 * won.mean() - 1.5 * lost.mean() - 0.3) for won, lost in pairs]).mean()
+
+
+def orpo(p: list[Tensor], ref: list[Tensor]) -> Tensor:
+    """Equations 3 to 7 of arXiv 2403.07691 with lambda 0.2."""
+    likelihoods = [each.mean().exp() for each in p]
+    odds = [each / (1 - each) for each in likelihoods]
+    return torch.stack(
+        [-p[at].mean() - 0.2 * logsigmoid(torch.log(odds[at] / odds[at + 1])) for at in (0, 2, 4)]
+    ).mean()
+
+
+def kto(p: list[Tensor], ref: list[Tensor]) -> Tensor:
+    """Equation 8 of arXiv 2402.01306 with beta 0.5, lambda 1.2 and 0.7; rows from 6 on are mismatched."""
+    r = [(each - other).sum() for each, other in zip(p, ref, strict=True)]
+    z = max(0.0, float(torch.stack(r[6:]).mean().detach()))
+    desirable = [1.2 - 1.2 * sigmoid(0.5 * (r[at] - z)) for at in (0, 2, 4)]
+    undesirable = [0.7 - 0.7 * sigmoid(0.5 * (z - r[at])) for at in (1, 3, 5)]
+    return torch.stack(desirable + undesirable).mean()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("loss", "formula"),
+    [
+        (IpoLoss(tau=0.4), ipo),
+        (SimpoLoss(beta=1.5, gamma=0.3), simpo),
+        (OrpoLoss(weight=0.2), orpo),
+        (KtoLoss(beta=0.5, chosen_weight=1.2, rejected_weight=0.7), kto),
+    ],
+    ids=lambda value: getattr(value, "type", ""),
+)
+def test_loss_and_gradient_equal_those_of_the_paper(loss: PreferenceLoss, formula, seed):
+    random = np.random.default_rng(seed)
+    lengths = [length for pair in LENGTHS for length in pair] + ([3, 2] if loss.reads_mismatched else [])
+    # with an even seed the divergence of kto is positive, else it is clipped to 0
+    shift = -0.4 if seed % 2 else 0.4
+    p = [-random.uniform(0.1, 3.0, length) for length in lengths]
+    ref = torch.from_numpy(np.concatenate([each - shift - random.uniform(-0.1, 0.1, len(each)) for each in p]))
+    rows = [[(float(value), 0, 0) for value in each] for each in p]
+    pairs = torch.tensor([[0, 1], [2, 3], [4, 5]])
+    mismatched = torch.tensor([6, 7]) if loss.reads_mismatched else None
+    logprobs, batch = batch_of(rows, reference=ref, pairs=pairs, mismatched=mismatched)
+    value, metrics = loss.total(logprobs, batch)
+    (grad,) = torch.autograd.grad(value, logprobs)
+    leaf = logprobs.detach().clone().requires_grad_()
+    expected = formula(list(leaf.split(lengths)), list(ref.split(lengths)))
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad, torch.autograd.grad(expected, leaf)[0], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(metrics["pairs/margin"], metrics["pairs/chosen"] - metrics["pairs/rejected"])
+    if mismatched is not None:
+        assert not grad[-5:].any()
+        assert bool(metrics["pairs/divergence"] > 0) == (seed % 2 == 0)
+    arrays = loss.total(logprobs.detach().numpy(), _arrays(batch))[0]
+    assert float(arrays) == pytest.approx(float(value.detach()))
+    with pytest.raises(ConfigError, match="pairs"):
+        loss.total(*batch_of(rows, reference=ref))
+
+
+def _arrays(batch):
+    named = {each.name: getattr(batch, each.name) for each in fields(batch)}
+    return replace(batch, **{name: v.numpy() for name, v in named.items() if isinstance(v, Tensor)})
+
+
+def test_odds_of_a_certain_reply_are_finite():
+    leaf = torch.tensor([0.0, -1e-12, -700.0], dtype=torch.float64, requires_grad=True)
+    odds = log_odds(leaf)
+    odds.sum().backward()
+    assert torch.isfinite(odds).all()
+    assert leaf.grad is not None
+    assert torch.isfinite(leaf.grad).all()
