@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,33 @@ def test_rollout_is_shown_whole_beside_its_group(dashboard: Made, tmp_path: Path
     if color in ("", "?"):
         assert all(str(line["text"]) in page for line in lines[4:])
     assert "ro-reply" in browser.get("/static/rollout.css").text
+
+
+LONG: dict[str, dict[str, object]] = {
+    "text": {"turns": [{"text": "word " * 200_000}]},
+    "turns": {"turns": [{"text": "a short one"}] * 20_000},
+    "pieces": {"turns": [{"text": "<think>a</think>b" * 50_000}]},
+    "tokens": {"turns": [{"text": "", "tokens": [1] * 100_000, "token_texts": ["a"] * 100_000}]},
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_long_rollouts_are_cut_and_shown_on_request(dashboard: Made, tmp_path: Path, kind: str) -> None:
+    folder = write_run(tmp_path / "run", steps=1)
+    file = folder / "rollouts" / "train-000001.jsonl"
+    lines = read_rollouts(file)
+    for line in lines:
+        line["trajectories"] = [{"role": "policy", **LONG[kind]}] if line["index"] < 2 else []
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    browser = dashboard()
+    address = f"/runs/{next(run_ids(browser, tmp_path))}/rollouts/train-1-0"
+    page = browser.get(address, params={"color": "logprob"}).text
+    assert len(page) < 3_000_000
+    link = re.search(r'href="([^"]*all=1)">show all', page)
+    assert link is not None
+    if kind == "text":
+        whole = browser.get(address + link[1].replace("&amp;", "&")).text
+        assert "word " * 200_000 in whole.replace("</div>", " ")
 
 
 @pytest.mark.parametrize("name", ["train-7-99", "train-70-0", "x", "train-7", "train-7-0-0"])

@@ -77,8 +77,8 @@ def test_curves_equal_the_metrics(dashboard: Made, tmp_path: Path) -> None:
     for title, label, name in (
         ("Reward", "reward/mean", "reward/mean"),
         ("Reward by part", "format", "reward/format"),
-        ("Entropy (nats per token)", "optim/entropy", "optim/entropy"),
-        ("Held-out pass@k", "pass@1", "eval/pass@1"),
+        ("Entropy (estimate, nats per token)", "optim", "optim/entropy"),
+        ("Held-out accuracy (pass@k)", "pass@1", "eval/pass@1"),
         ("optim/steps", "optim/steps", "optim/steps"),
     ):
         chart = by_title[title]

@@ -101,6 +101,7 @@ def _mean_result(results: Sequence[TaskResult]) -> TaskResult:
         passed=sum(result.passed for result in results) / len(results),
         reward=sum(rewards) / len(rewards) if rewards else None,
         errors={name: sum(values) / len(values) for name, values in errors.items()},
+        judged=any(result.judged for result in results),
     )
 
 

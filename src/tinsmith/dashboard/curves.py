@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tinsmith.rl.history import MetricTable
+from tinsmith.rl.history.chart_specs import ChartSpec, chart_specs
 from tinsmith.settings import flatten
 
 _UNCOMPARED = re.compile(
@@ -30,60 +31,6 @@ class PlottedRun:
     label: str
     settings: Mapping[str, Any]
     metrics: MetricTable
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChartSpec:
-    """Which metrics are in one chart."""
-
-    title: str
-    pattern: str
-    """Regular expression of the whole name of a metric; its group, if there is one, names the curve."""
-    limits: tuple[float | None, float | None] = (None, None)
-    """Values that the axis includes at least."""
-    points: bool = False
-    """Whether each value is marked, such as those of evaluations."""
-
-
-SECTIONS: Mapping[str, tuple[ChartSpec, ...]] = {
-    "Reward": (
-        ChartSpec(title="Reward", pattern="reward/mean", limits=(0, None)),
-        ChartSpec(title="Reward by part", pattern=r"reward/(?!mean$|std$|kl$|kl_coef$)([^/]+)", limits=(0, None)),
-        ChartSpec(title="Reward by role", pattern=r"reward/([^/]+)/mean", limits=(0, None)),
-        ChartSpec(title="Reward by environment", pattern=r"env/([^/]+)/reward/mean", limits=(0, None)),
-        ChartSpec(title="Groups without a signal (share)", pattern="groups/(constant)", limits=(0, 1)),
-    ),
-    "Evaluations": (
-        ChartSpec(title="Held-out pass@k", pattern=r"eval/(pass@\d+|constant_pass@1)", limits=(0, 1), points=True),
-        ChartSpec(title="Held-out reward", pattern=r"eval/(reward/mean|constant_reward)", points=True, limits=(0, 1)),
-        ChartSpec(title="Held-out pass@1 by source", pattern=r"eval/([^/]+)/pass@1", limits=(0, 1), points=True),
-        ChartSpec(title="Held-out reward by role", pattern=r"eval/reward/([^/]+)/mean", limits=(0, None), points=True),
-        ChartSpec(title="Skill above trivial answers", pattern=r"(?:env|eval|workflow)/(.+)/skill", points=True),
-    ),
-    "Learning": (
-        ChartSpec(title="Entropy (nats per token)", pattern="optim/entropy", limits=(0, None)),
-        ChartSpec(title="KL of sampler and trainer", pattern=r"optim/kl_sample_train_(v2|k3)", limits=(0, None)),
-        ChartSpec(title="KL to the reference", pattern=r"optim/(kl|kl_reference_k3)", limits=(0, None)),
-        ChartSpec(title="Gradient norm before clipping", pattern="optim/grad_norm", limits=(0, None)),
-        ChartSpec(title="Loss (sum)", pattern="optim/loss"),
-        ChartSpec(title="Ratio trainer / sampler", pattern=r"optim/ratio_(min|mean|max)"),
-        ChartSpec(title="Clipped tokens (share)", pattern=r"optim/((?:dual_)?clip_fraction)", limits=(0, None)),
-        ChartSpec(title="Learning rate", pattern="optim/lr", limits=(0, None)),
-        ChartSpec(title="Explained variance of the critic", pattern="critic/explained_variance", limits=(0, 1)),
-    ),
-    "Rollouts": (
-        ChartSpec(title="Tokens of a reply (mean)", pattern=r"(?:eval/)?tokens/(reply)", limits=(0, None)),
-        ChartSpec(title="Replies at a limit (share)", pattern=r"rollouts/(cut|max_\w+|timeout)", limits=(0, 1)),
-        ChartSpec(title="Failed rollouts", pattern="rollouts/failed", limits=(0, None)),
-        ChartSpec(title="Staleness (steps)", pattern=r"policy/(staleness|staleness_max)", limits=(0, None)),
-    ),
-    "Time": (
-        ChartSpec(title="Seconds of a step", pattern=r"time/(step|rollouts|update)", limits=(0, None)),
-        ChartSpec(title="Tokens per second", pattern=r"speed/(\w+)_tokens_per_second", limits=(0, None)),
-        ChartSpec(title="Overlap of training and sampling (share)", pattern="time/overlap", limits=(0, 1)),
-    ),
-}
-"""The charts of a page, by section. One whose metrics no run has is left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,15 +55,16 @@ class Line:
 
 
 def charts(runs: Sequence[PlottedRun], extra: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """All charts of some runs: those of SECTIONS, and one for each metric in `extra`."""
+    """All charts of some runs: those of `chart_specs`, and one for each metric in `extra`."""
     names = list(dict.fromkeys(name for run in runs for name in run.metrics.names))
     by_label = {run.label: run for run in runs}
     labels = seed_groups([(run.label, run.settings) for run in runs])
     groups = {name: [by_label[label] for label in each] for name, each in labels.items()}
     own = [ChartSpec(title=name, pattern=re.escape(name)) for name in extra]
+    usual = chart_specs(row for run in runs for row in run.metrics.rows)
     return [
         {"section": section, **chart}
-        for section, specs in {**SECTIONS, "Chosen metrics": own}.items()
+        for section, specs in {**usual, "Chosen metrics": own}.items()
         for spec in specs
         if (chart := _chart(spec, groups, names)) is not None
     ]
@@ -150,14 +98,14 @@ def common_label(labels: Sequence[str]) -> str:
 
 
 def _chart(spec: ChartSpec, groups: Mapping[str, Sequence[PlottedRun]], names: Sequence[str]) -> dict[str, Any] | None:
-    matches = [(name, match) for name in names if (match := re.fullmatch(spec.pattern, name))]
+    matches = spec.matches(names)
     several = len(groups) > 1
     lines = [
         line
         for run, (label, group) in enumerate(groups.items())
-        for number, (name, match) in enumerate(matches)
+        for number, (name, metric) in enumerate(matches)
         for line in _lines(
-            _curve_label(label, match, len(groups), len(matches)),
+            _curve_label(label, metric, len(groups), len(matches)),
             (run, number) if several else (number, 0),
             group,
             name,
@@ -176,8 +124,7 @@ def _chart(spec: ChartSpec, groups: Mapping[str, Sequence[PlottedRun]], names: S
     }
 
 
-def _curve_label(run: str, match: re.Match[str], runs: int, metrics: int) -> str:
-    metric = match[1] if match.re.groups else match[0]
+def _curve_label(run: str, metric: str, runs: int, metrics: int) -> str:
     if runs == 1:
         return metric
     return run if metrics == 1 else f"{run}: {metric}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from typing import get_args
+from urllib.parse import urlencode
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,7 +14,7 @@ from starlette.routing import Route
 from tinsmith.dashboard.pages import Pages
 from tinsmith.dashboard.runs import Runs
 from tinsmith.rl.history import RolloutFilter, Sort
-from tinsmith.rl.history.rollout_html import rollout_html
+from tinsmith.rl.history.rollout_html import PAGE, rollout_html
 from tinsmith.rl.history.transcript import Measure
 
 _ROWS = 50
@@ -21,6 +22,8 @@ _INDEX_S = 0.3
 """Time that a page may add files to the index; the page says how many are left, and goes on as it refreshes."""
 _GROUP = 64
 """Most rollouts of a group that one page shows."""
+_PAGE = 500_000
+"""Characters of a group that one page shows."""
 _YES_NO = {"yes": True, "no": False}
 
 
@@ -78,14 +81,21 @@ class RolloutPages:
             return self._unknown(request)
         color = request.query_params.get("color", "")
         measure: Measure | None = color if color in get_args(Measure) else None  # type: ignore[assignment]
-        group = [(each, rollout_html(index.read(each), measure, with_task=False)) for each in index.group(row)[:_GROUP]]
+        rest = "?" + urlencode({"color": color, "all": "1"})
+        rows = index.group(row)[:_GROUP]
+        share = _PAGE // max(1, len(rows))
+        group = [
+            (each, rollout_html(index.read(each), measure, with_task=False, characters=share, rest=f"{each.id}{rest}"))
+            for each in rows
+        ]
+        whole = request.query_params.get("all") == "1"
         return self._pages.render(
             request,
             "rollout.html",
             live=False,
             entry=entry,
             row=row,
-            whole=rollout_html(index.read(row), measure),
+            whole=rollout_html(index.read(row), measure, characters=None if whole else PAGE, rest=rest),
             group=group,
             measure=measure or "",
             measures=("", *get_args(Measure)),

@@ -18,6 +18,7 @@ from tinsmith.dashboard.pages import Pages, at, duration, number
 from tinsmith.dashboard.runs import RunEntry, Runs, RunSummary
 from tinsmith.rl.history import MetricTable, RunHistory
 from tinsmith.rl.record import timeline
+from tinsmith.rl.record.metrics import measures_right
 
 _ROWS = 100
 """Runs on a page of the list."""
@@ -174,11 +175,14 @@ def _cards(summary: RunSummary, metrics: MetricTable) -> list[dict[str, str]]:
     """The headline numbers."""
     steps = f"{summary.status.step:,}" + (f" / {summary.steps:,}" if summary.steps else "")
     cards = [{"name": "steps", "value": steps, "note": summary.status.condition}]
-    for name, title, constant in (
+    shown = [
         ("reward/mean", "reward of the last step", "eval/constant_reward"),
         ("eval/pass@1", "held-out pass@1", "eval/constant_pass@1"),
         ("eval/reward/mean", "held-out reward", "eval/constant_reward"),
-    ):
+    ]
+    if not measures_right(metrics.rows):
+        del shown[1]
+    for name, title, constant in shown:
         if points := [value for _, value in metrics.points(name) if math.isfinite(value)]:
             best = metrics.last(constant)
             note = f"first {number(points[0])}" + (f", best constant answer {number(best)}" if best is not None else "")

@@ -22,6 +22,7 @@ from tinsmith.dashboard.cache import FileCache
 from tinsmith.rl.diagnosis import Diagnosis, diagnose
 from tinsmith.rl.history import MetricTable, RunHistory, RunStatus, find_runs
 from tinsmith.rl.history.status import read_status
+from tinsmith.rl.record.metrics import measures_right
 
 _SCAN_S = 2.0
 """Time for which the list of folders is good."""
@@ -55,8 +56,8 @@ class RunSummary:
     """Steps of the run; 0 if its file does not say it."""
     reward: float | None
     """The newest mean reward of a step."""
-    passed: float | None
-    """The newest pass@1 on the held-out tasks."""
+    held_out: tuple[str, float] | None
+    """(measure, newest value) of the held-out tasks: pass@1, or reward where nothing says what is right."""
     written: float
     """Unix time of the last change of its metrics or settings."""
     settings: Mapping[str, Any]
@@ -109,7 +110,7 @@ class Runs:
             status=read_status(run.layout, "", int(last.get("step", 0))),
             steps=steps if isinstance(steps, int) else 0,
             reward=last.get("reward/mean"),
-            passed=last.get("eval/pass@1"),
+            held_out=_held_out(last),
             written=max(map(_changed, (run.layout.metrics, run.layout.settings))),
             settings=settings,
         )
@@ -138,8 +139,19 @@ class Runs:
                     yield RunEntry(id=digest[:12], label=str(label), folder=each.path)
 
 
+_NEWEST = (
+    "step", "reward/mean", "groups/all_right", "eval/pass@1", "eval/reward/mean", "eval/judged",
+)  # fmt: skip
+"""Metrics that the list needs."""
+
+
+def _held_out(last: Mapping[str, float]) -> tuple[str, float] | None:
+    measure, name = ("pass@1", "eval/pass@1") if measures_right([last]) else ("reward", "eval/reward/mean")
+    return (measure, last[name]) if name in last else None
+
+
 def _last_values(file: Path) -> dict[str, float]:
-    """The newest step, reward and pass@1; a run without one of them in the last rows is read no further."""
+    """The newest value of each of _NEWEST; a run without one of them in the last rows is read no further."""
     with file.open("rb") as content:
         content.seek(max(0, file.stat().st_size - _TAIL_BYTES))
         lines = content.read().split(b"\n")
@@ -150,7 +162,7 @@ def _last_values(file: Path) -> dict[str, float]:
         except ValueError:  # cut by the tail, or being written
             continue
         if isinstance(row, dict):
-            newest = {name: row[name] for name in ("step", "reward/mean", "eval/pass@1") if _is_number(row.get(name))}
+            newest = {name: row[name] for name in _NEWEST if _is_number(row.get(name))}
             last = {**newest, **last}
     return last
 

@@ -28,6 +28,7 @@ from tinsmith.rl.policy.models import Models
 from tinsmith.rl.policy.request_limit import RequestLimit
 from tinsmith.rl.record import comparison
 from tinsmith.rl.record.layout import BENCH
+from tinsmith.rl.record.metrics import measures_right
 from tinsmith.rl.record.monitors.base import RunInfo
 from tinsmith.rl.record.monitors.jsonl import JsonlMonitor
 from tinsmith.rl.rollouts.resources import RolloutResources
@@ -158,7 +159,10 @@ def _print(
 def _table(rows: Sequence[Mapping[str, float | str]]) -> Table:
     """A table with one numbered column per checkpoint."""
     table = Table("", *(str(number) for number in range(1, len(rows) + 1)))
+    right = measures_right([{name: value for name, value in row.items() if isinstance(value, float)} for row in rows])
     for name in rows[0]:
-        if name.startswith("eval/") and name not in ("eval/tasks", "eval/failed"):
+        if "/pass@" in name and not right:
+            continue
+        if name.startswith("eval/") and name not in ("eval/tasks", "eval/failed", "eval/judged"):
             table.add_row(name.removeprefix("eval/"), *(f"{row[name]:.4g}" for row in rows))
     return table

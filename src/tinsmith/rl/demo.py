@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from tinsmith.plurals import counted
 from tinsmith.rl.config import RunConfig
+from tinsmith.rl.record.metrics import measures_right
 from tinsmith.rl.record.monitors.jsonl import read_metrics
 from tinsmith.settings import read
 
@@ -43,14 +44,18 @@ def introduce(config: RunConfig, console: Console) -> None:
 
 
 def conclude(folder: Path, console: Console) -> None:
-    """Print held-out accuracy before and after training, and that of the best constant answer."""
+    """Print held-out accuracy, or the reward where nothing says what is right, before and after training, and that of
+    the best constant answer."""
     rows = [row for row in read_metrics(folder) if "eval/pass@1" in row]
     if not rows:
         return
     first, last = rows[0], rows[-1]
-    constant = max(row.get("eval/constant_pass@1", 0.0) for row in rows)
+    right = measures_right(rows)
+    name, title = ("eval/pass@1", "exact match") if right else ("eval/reward/mean", "reward")
+    baseline = "eval/constant_pass@1" if right else "eval/constant_reward"
+    constant = max(row.get(baseline, 0.0) for row in rows)
     console.print(
-        f"\n[bold]held-out exact match {first['eval/pass@1']:.3f} → [green]{last['eval/pass@1']:.3f}[/][/] "
+        f"\n[bold]held-out {title} {first.get(name, 0.0):.3f} → [green]{last.get(name, 0.0):.3f}[/][/] "
         f"on {counted(last['eval/tasks'], 'task')} never trained on "
         f"[dim](always giving the best constant answer scores {constant:.3f})[/]",
         highlight=False,

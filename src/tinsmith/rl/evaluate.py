@@ -215,6 +215,7 @@ class Evaluator:
             **role_metrics(f"{prefix}/reward", good),
             **({} if mixed else workflow_metrics(f"{prefix}/workflow", good)),
             **{f"{prefix}/equal": share for name, share in equal_replies(groups).items() if name == "rollouts/equal"},
+            f"{prefix}/judged": float(np.mean([rollout.correct is not None for rollout in rollouts])),
             f"{prefix}/failed": len(rollouts) - len(good),
             f"{prefix}/tokens": float(np.mean([rollout.sampled_tokens for rollout in good])) if good else 0.0,
             f"{prefix}/tasks": len(groups),

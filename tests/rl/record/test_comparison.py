@@ -53,9 +53,21 @@ def test_bench_compares_checkpoints_with_the_first(tmp_path):
     assert "2 against 1" in shown
 
 
+def test_accuracy_is_compared_where_something_says_what_is_right():
+    def measures(*, passed: float = 0.0, judged: bool = False) -> list[str]:
+        results = [TaskResult(task=str(at), passed=passed, reward=0.5, judged=judged) for at in range(3)]
+        return [each.measure for each in compare_results(("a", results), ("b", results), ["x"] * 3, 0)]
+
+    assert measures() == ["reward"]
+    assert measures(judged=True) == measures(passed=0.5) == ["pass@1", "reward"]
+
+
 def test_results_that_are_not_finite_are_not_compared(tmp_path):
     values = (math.nan, math.inf, 0.5)
-    results = [TaskResult(task=str(at), passed=0.0, reward=v, errors={"p/error": v}) for at, v in enumerate(values)]
+    results = [
+        TaskResult(task=str(at), passed=0.0, reward=v, errors={"p/error": v}, judged=True)
+        for at, v in enumerate(values)
+    ]
     comparisons = compare_results(("a", results), ("b", results), ["x"] * 3, 0)
     comparison.write(tmp_path, comparisons)
     rows = parse_json((tmp_path / "comparison.json").read_bytes())

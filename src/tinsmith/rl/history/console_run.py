@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rich import box
 from rich.cells import cell_len
@@ -16,6 +17,7 @@ from tinsmith.rl.history.console_text import line, number, plain, sparkline
 from tinsmith.rl.history.metric_table import MetricTable
 from tinsmith.rl.history.rows import Page, RolloutRow
 from tinsmith.rl.history.run import RunHistory
+from tinsmith.rl.record.metrics import measures_right
 
 _CURVES = (
     "reward/mean", "eval/pass@1", "eval/reward/mean", "groups/constant", "rollouts/cut", "rollouts/failed",
@@ -43,7 +45,8 @@ def print_overview(run: RunHistory, console: Console) -> None:
         console.print(_curves(metrics, console.width))
         _print_diagnosis(run, console)
     for result in run.results:
-        values = "  ".join(f"{name} {number(value)}" for name, value in result.items() if name.startswith("eval/pass@"))
+        headline = "eval/pass@" if measures_right([_numbers(result)]) else "eval/reward/mean"
+        values = "  ".join(f"{name} {number(value)}" for name, value in result.items() if name.startswith(headline))
         console.print(Text(plain(f"{result.get('checkpoint', '')}  {values}")), soft_wrap=True)
     if rows := [row for row in run.comparison if {"first", "second", "p_value"} <= row.keys()]:
         from tinsmith.rl.record import comparison
@@ -76,8 +79,13 @@ def _curves(metrics: MetricTable, width: int) -> Table:
     return table
 
 
+def _numbers(result: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in result.items() if isinstance(value, int | float)}
+
+
 def _shown_names(metrics: MetricTable) -> Iterator[str]:
-    yield from (name for name in _CURVES if name in metrics.names)
+    right = measures_right(metrics.rows)
+    yield from (name for name in _CURVES if name in metrics.names and (right or "/pass@" not in name))
     parts = [name for name in metrics.names if name.startswith("reward/") and name not in (*_CURVES, "reward/std")]
     yield from parts[:12]
 

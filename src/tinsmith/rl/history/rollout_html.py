@@ -5,18 +5,24 @@ The result has classes and no styles or scripts; a page includes STYLE once, in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 from markupsafe import Markup
 
-from tinsmith.rl.history.transcript import LEVELS, Measure, Transcript, level, transcript
+from tinsmith.rl.history.transcript import LEVELS, Measure, TokenRecord, Transcript, level, transcript
 
-_CHARACTERS, _NAME, _TOKENS = 20_000, 200, 4_000
-"""Longest text, longest name and most tokens of a turn in a page."""
+_T = TypeVar("_T")
+
+_CHARACTERS, _NAME, _TOKENS, _ITEMS = 20_000, 200, 4_000, 200
+"""Longest text, longest name, most tokens of a turn, and most turns, messages or pieces of one list."""
+PAGE = 200_000
+"""Characters of a rollout that a page shows, if it does not say how many."""
+_TOKEN = 20
+"""Characters that a colored token counts as: it has a title with its numbers."""
 
 STYLE = """
 .ro { font-size: 14px; min-width: 0; overflow-wrap: anywhere; }
@@ -39,20 +45,61 @@ STYLE = """
 )
 
 
-def rollout_html(record: Mapping[str, Any], measure: Measure | None = None, *, with_task: bool = True) -> Markup:
-    """A record of rollouts/ as HTML, its tokens colored by `measure`; without the task, to be shown beside others."""
+def rollout_html(
+    record: Mapping[str, Any],
+    measure: Measure | None = None,
+    *,
+    with_task: bool = True,
+    with_head: bool = True,
+    characters: int | None = PAGE,
+    rest: str = "",
+) -> Markup:
+    """A record of rollouts/ as HTML, its tokens colored by `measure`; without the task, to be shown beside others.
+
+    The head is a line with the reward. Not more than `characters` of text are shown, and not more than a part of each
+    long text; None shows all. `rest` is the address of a page with all of it, to which the notes of what was left out
+    link.
+    """
     rollout = transcript(record)
+    cut = _Cut(characters)
     page = _template().render(
         rollout=rollout,
-        head=_head(rollout),
+        head=_head(rollout) if with_head else (),
         measure=measure,
         with_task=with_task,
-        limit=_CHARACTERS,
+        cut=cut,
+        rest=rest,
         name_limit=_NAME,
-        token_limit=_TOKENS,
         shade=_shade,
     )
     return Markup(page)
+
+
+class _Cut:
+    """Cuts the texts and lists of a page, so that all of them together stay within a number of characters."""
+
+    def __init__(self, characters: int | None) -> None:
+        self._left = characters
+
+    def text(self, content: str) -> str:
+        """The begin of a text that is shown."""
+        if self._left is None:
+            return content
+        shown = content[: min(_CHARACTERS, self._left)]
+        self._left -= len(shown)
+        return shown
+
+    def items(self, values: Sequence[_T]) -> Sequence[_T]:
+        """The first of some values."""
+        return values if self._left is None else values[:_ITEMS]
+
+    def tokens(self, values: Sequence[TokenRecord]) -> Sequence[TokenRecord]:
+        """The first of some tokens."""
+        if self._left is None:
+            return values
+        shown = values[: min(_TOKENS, self._left // _TOKEN)]
+        self._left -= _TOKEN * len(shown)
+        return shown
 
 
 def _head(rollout: Transcript) -> list[tuple[str, str]]:

@@ -154,19 +154,20 @@ def transcript(record: Mapping[str, Any]) -> Transcript:
 def pieces_of(content: str, *, is_thinking: bool = False) -> list[Piece]:
     """A text in pieces. A mark without an end holds to the end; `is_thinking`: the text begins within thinking."""
     pieces: list[Piece] = []
-    end = min((at for at in (content.find("</think>"), content.find("</thinking>")) if at >= 0), default=-1)
+    at, length = 0, len(content)
+    end = min((place for place in (content.find("</think>"), content.find("</thinking>")) if place >= 0), default=-1)
     begin = _BEGIN.search(content)
     if is_thinking or (end >= 0 and (begin is None or end < begin.start())):
-        stop = end if end >= 0 else len(content)
+        stop = end if end >= 0 else length
         pieces.append(Piece("thinking", content[:stop].strip()))
-        content = content[content.find(">", stop) + 1 :] if end >= 0 else ""
-    while match := _BEGIN.search(content):
+        at = content.find(">", stop) + 1 if end >= 0 else length
+    while match := _BEGIN.search(content, at):
         kind, begin_mark, end_mark = next(mark for mark in _MARKS if mark[1] == match[0])
         stop = content.find(end_mark, match.end())
-        pieces.append(Piece("text", content[: match.start()].strip()))
+        pieces.append(Piece("text", content[at : match.start()].strip()))
         pieces.append(Piece(kind, content[match.start() + len(begin_mark) : stop if stop >= 0 else None].strip()))
-        content = content[stop + len(end_mark) :] if stop >= 0 else ""
-    return [piece for piece in (*pieces, Piece("text", content.strip())) if piece.text]
+        at = stop + len(end_mark) if stop >= 0 else length
+    return [piece for piece in (*pieces, Piece("text", content[at:].strip())) if piece.text]
 
 
 def level(value: float | None, largest: float) -> int:

@@ -37,6 +37,8 @@ class TaskResult:
     reward: float | None
     errors: Mapping[str, float] = field(default_factory=dict)
     """Mean error of each prediction, by its name in the metrics: X/error."""
+    judged: bool = False
+    """Whether rewards or the workflow say of an answer whether it is right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,10 +163,14 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 def _measures(pairs: Sequence[Pair], *, mixed: bool) -> dict[str, list[tuple[float, float]]]:
     """Measure -> its values for both models on each task that has them; one that is not finite is no value.
 
+    pass@1 is among them where something says what is right.
+
     Sources that are mixed may call different predictions by one name, so their errors are not among them.
     """
     rewards = [(a.reward, b.reward) for a, b in pairs if a.reward is not None and b.reward is not None]
-    measures = {"pass@1": [(a.passed, b.passed) for a, b in pairs], "reward": rewards}
+    measures = {"reward": rewards}
+    if any(each.judged or each.passed > 0 for pair in pairs for each in pair):
+        measures = {"pass@1": [(a.passed, b.passed) for a, b in pairs], **measures}
     names = () if mixed else dict.fromkeys(name for each, _ in pairs for name in each.errors)
     for name in names:
         measures[name] = [(a.errors[name], b.errors[name]) for a, b in pairs if name in a.errors and name in b.errors]
@@ -177,7 +183,8 @@ def _result(task: str, rollouts: Sequence[Rollout], threshold: float) -> TaskRes
     reward = float(np.mean([rollout.reward for rollout in good])) if good else None
     names = dict.fromkeys(name for rollout in good for name in rollout.metrics if name.endswith(ERROR))
     errors = {name: float(np.mean([each.metrics[name] for each in good if name in each.metrics])) for name in names}
-    return TaskResult(task=task, passed=passed, reward=reward, errors=errors)
+    judged = any(rollout.correct is not None for rollout in rollouts)
+    return TaskResult(task=task, passed=passed, reward=reward, errors=errors, judged=judged)
 
 
 def _cell(value: Any) -> str:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -239,6 +239,16 @@ def is_right(rollout: Rollout, threshold: float) -> bool:
     if rollout.error:
         return False
     return rollout.reward >= threshold - 1e-9 if rollout.correct is None else rollout.correct
+
+
+def measures_right(rows: Iterable[Mapping[str, float]]) -> bool:
+    """Whether pass@k measures something in rows of metrics: rewards or a workflow say what is right, or replies have
+    reached eval.threshold."""
+    return any(
+        name.endswith("groups/all_right") or (name in ("eval/judged", "eval/pass@1") and value > 0)
+        for row in rows
+        for name, value in row.items()
+    )
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -54,7 +54,8 @@ def test_report_begins_with_the_diagnosis_and_what_is_measured(tmp_path):
     assert "held-out tasks right" not in headline
     assert "All 8 steps updated the weights." in rest.partition("<h2")[0]
     assert "No findings." in rest.partition("<h2")[0]
-    assert "Parts of the reward" in rest
+    assert "Reward by part" in rest
+    assert "Held-out accuracy" not in rest
     for chart in re.findall(r"<svg viewBox.*?</svg>", rest.partition('<h2 id="timeline')[0], re.DOTALL):
         assert re.findall(r'text-anchor="middle">(\d+)<', chart) == ["0", "2", "4", "6", "8"]
 

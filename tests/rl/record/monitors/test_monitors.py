@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import re
+import shutil
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -16,6 +17,7 @@ from tinsmith.chat.strict_json import parse_json
 from tinsmith.rl.record.monitors import charts
 from tinsmith.rl.record.monitors.base import Monitor, Monitors, RunInfo
 from tinsmith.rl.record.monitors.jsonl import JsonlMonitor, read_metrics
+from tinsmith.rl.record.monitors.report import write
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 from tinsmith.rl.workflows.base import WorkflowPolicy
 
@@ -30,8 +32,8 @@ def shown(tmp_path, *, terminal: bool = False, **changes) -> str:
 
 def test_console_shows_steps_and_evaluations(tmp_path):
     text = shown(tmp_path)
-    assert "held out before training: pass@1 0.000  of 5 tasks" in text
-    assert "held out after step 8: pass@1 1.000  of 5 tasks" in text
+    assert "held out before training: reward 0.000  of 5 tasks" in text  # nothing says what is right
+    assert "held out after step 8: pass@1 1.000  reward 1.000  of 5 tasks" in text
     assert re.search(r"step 8/8  reward  \d\.\d{3} █", text)
     assert "tok/s" in text
 
@@ -117,11 +119,11 @@ def test_monitors_show_each_role(tmp_path):
     page = (tmp_path / "report" / "report.html").read_text()
     assert "Reward by role" in page
     assert "Held-out reward by role" in page
-    groups = page[page.index("one task, several replies") :].split('<tr><td class="num">')[1:]
+    groups = page[page.index("one task, several replies") :].split("<h3>Step ")[1:]
     assert [group.partition("<")[0] for group in groups] == ["8", "6", "3", "1"]  # four of the eight steps
     group = groups[0]
-    assert group.count('<span class="role">guess</span>') == 2 * group.count('<span class="role">check</span>') == 2 * 4
-    assert group.count(", right</span>") + group.count(", wrong</span>") == 4
+    assert group.count(">guess</span>") == 2 * group.count(">check</span>") == 2 * 4
+    assert group.count("<b>answer</b> right") + group.count("<b>answer</b> wrong") == 4
     for chart in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
         ElementTree.fromstring(chart)
 
@@ -129,17 +131,31 @@ def test_monitors_show_each_role(tmp_path):
 def test_report_of_one_role_has_no_roles(finished):
     page = (finished / "report.html").read_text()
     assert "by role" not in page
-    assert 'class="role"' not in page
+    assert 'class="ro-role">policy' not in page
+
+
+SCRIPT = {"role": "policy", "turns": [{"text": "<script>alert(1)</script>", "tokens": [1]}]}
+
+
+def test_report_cuts_long_replies(finished, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(finished, copy)
+    for file in (copy / "rollouts").glob("*.jsonl"):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        for line in lines:
+            line["trajectories"] = [{"role": "policy", "turns": [{"text": "word " * 40_000, "tokens": [1]}]}]
+        file.write_text("\n".join(map(json.dumps, lines)))
+    write(RunInfo(name="small", folder=copy, steps=8, settings={**settings(copy).model_dump(mode="json")}))
+    page = (copy / "report.html").read_text()
+    assert "more characters" in page
+    assert len(page) < 2_000_000
 
 
 def test_report_escapes_sampled_text(tmp_path):
-    from tinsmith.rl.record.monitors.base import RunInfo
-    from tinsmith.rl.record.monitors.report import write
-
     config = settings(tmp_path, steps=2)
     run(config)
     file = tmp_path / "rollouts" / "eval-000000.jsonl"
-    lines = [{**json.loads(line), "text": "<script>alert(1)</script>"} for line in file.read_text().splitlines()]
+    lines = [{**json.loads(line), "trajectories": [SCRIPT]} for line in file.read_text().splitlines()]
     file.write_text("\n".join(map(json.dumps, lines)))
     write(RunInfo(name="small", folder=tmp_path, steps=2, settings=config.model_dump(mode="json")))
     page = (tmp_path / "report.html").read_text()

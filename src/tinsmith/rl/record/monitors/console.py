@@ -14,6 +14,7 @@ from typing_extensions import override
 from tinsmith.plurals import counted
 from tinsmith.rl.diagnosis import Diagnosis, Finding, first_batch
 from tinsmith.rl.record.layout import Kind
+from tinsmith.rl.record.metrics import measures_right
 from tinsmith.rl.record.monitors.base import Monitor, RunInfo, roles_of
 from tinsmith.rl.types import Group
 from tinsmith.settings import Settings
@@ -50,14 +51,16 @@ class ConsoleMonitor(Monitor):
         )
         self._shown: set[str] = set()
         self._last = Diagnosis()
+        self._right = False
         self._bar = self._progress.add_task(f"{info.name}  starting", total=info.steps, completed=info.start)
         if console.is_terminal:
             self._progress.start()
 
     @override
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._right = self._right or measures_right([values])
         if "eval/pass@1" in values:
-            self._console.print(_evaluation(step, values), highlight=False, soft_wrap=True)
+            self._console.print(_evaluation(step, values, right=self._right), highlight=False, soft_wrap=True)
         if "time/step" not in values:
             return
         if step == 1 and (note := first_batch(self._info.settings, values)):
@@ -131,11 +134,13 @@ def _bar(reward: float) -> str:
     return f" [green]{'█' * filled}[/][dim]{'░' * (_BAR - filled)}[/]"
 
 
-def _evaluation(step: int, values: Mapping[str, float]) -> str:
-    passes = "  ".join(
-        f"{name.removeprefix('eval/')} [bold]{value:.3f}[/]" for name, value in values.items() if "/pass@" in name
-    )
-    constant = values.get("eval/constant_pass@1")
+def _evaluation(step: int, values: Mapping[str, float], *, right: bool) -> str:
+    """pass@k if it measures something (`right`), and the reward where no reward or workflow says what is right."""
+    shown = {name: value for name, value in values.items() if "/pass@" in name} if right else {}
+    if not values.get("eval/judged") and "eval/reward/mean" in values:
+        shown["eval/reward"] = values["eval/reward/mean"]
+    passes = "  ".join(f"{name.removeprefix('eval/')} [bold]{value:.3f}[/]" for name, value in shown.items())
+    constant = values.get("eval/constant_pass@1" if right else "eval/constant_reward")
     passes += "".join(f"  {role} {values[f'eval/reward/{role}/mean']:.3f}" for role in roles_of(values, "eval/reward"))
     notes = f"  [dim](the best constant answer: {constant:.3f})[/]" if constant is not None else ""
     skills = {_prediction(name): value for name, value in values.items() if name.endswith("/skill")}

@@ -7,7 +7,6 @@ end.
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -15,15 +14,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
+from markupsafe import Markup
 from pydantic import Field
 from typing_extensions import override
 
 from tinsmith.atomic import atomic_write
 from tinsmith.plurals import counted
 from tinsmith.rl.diagnosis import diagnose
+from tinsmith.rl.history.chart_specs import ChartSpec, chart_specs
+from tinsmith.rl.history.metric_table import MetricTable
+from tinsmith.rl.history.rollout_html import STYLE, rollout_html
 from tinsmith.rl.record import timeline
 from tinsmith.rl.record.layout import Kind, Layout
-from tinsmith.rl.record.monitors.base import Monitor, RunInfo, roles_of
+from tinsmith.rl.record.metrics import measures_right
+from tinsmith.rl.record.monitors.base import Monitor, RunInfo
 from tinsmith.rl.record.monitors.charts import Curve, smooth, svg
 from tinsmith.rl.record.monitors.jsonl import read_metrics, read_rollouts
 from tinsmith.rl.types import Group
@@ -31,8 +35,10 @@ from tinsmith.settings import Settings
 
 _SHOWN = 12
 """Number of held-out tasks that are shown with their first and last replies."""
-_STEPS = 4
-"""Number of steps of which a group is shown."""
+_STEPS, _REPLIES = 4, 16
+"""Number of steps of which a group is shown, and most rollouts of it."""
+_CHARACTERS = 20_000
+"""Characters of a task or a reply in the page."""
 
 Row = Mapping[str, float]
 
@@ -84,6 +90,7 @@ def write(info: RunInfo, refresh: float = 0.0) -> Path:
         comparison=_comparison(layout),
         timeline=timeline.svg(timeline.read(info.folder)),
         answers=_answers(layout),
+        style=STYLE,
         example_groups=_example_groups(layout),
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
     )
@@ -103,12 +110,12 @@ def _points(rows: Sequence[Row], name: str) -> tuple[tuple[float, float], ...]:
 def _cards(info: RunInfo, rows: Sequence[Row], updates: int | None) -> list[dict[str, str]]:
     """The headline numbers: held-out tasks, by what is measured; reward; steps; time."""
     cards = []
-    verdicts = _says_what_is_right(rows)
-    measure, baseline = ("pass@1", "pass@1") if verdicts else ("reward/mean", "reward")
+    right = measures_right(rows)
+    measure, baseline = ("pass@1", "pass@1") if right else ("reward/mean", "reward")
     if held_out := _points(rows, f"eval/{measure}"):
         constant, tasks = _points(rows, f"eval/constant_{baseline}"), _points(rows, "eval/tasks")
         note = f"best constant answer {constant[-1][1]:.3f}" if constant else counted(tasks[-1][1], "task")
-        name = "held-out tasks right" if verdicts else "held-out reward"
+        name = "held-out tasks right" if right else "held-out reward"
         cards.append({"name": name, "value": _span(held_out, 3), "note": note})
     if reward := _points(rows, "reward/mean"):
         constant = _points(rows, "eval/constant_reward")
@@ -127,115 +134,33 @@ def _cards(info: RunInfo, rows: Sequence[Row], updates: int | None) -> list[dict
 
 def _charts(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The charts of a run, all over the same steps; those without points have no svg."""
-    drawn = _Charts(rows)
-    reward, passed = _points(rows, "reward/mean"), sorted({name for row in rows for name in row if "/pass@" in name})
-    held_out = [
-        Curve(name=name.removeprefix("eval/"), points=_points(rows, name), color=color, dots=True)
-        for color, name in enumerate([name for name in passed if name.startswith("eval/pass@")][:4], 1)
-    ]
-    verdicts = _says_what_is_right(rows)
-    result = _points(rows, "eval/reward/mean")
-    return [
-        drawn.chart(
-            "Reward",
-            [Curve(name="each step", points=reward, faint=True), Curve(name="mean", points=smooth(reward))],
-            (0, 1),
-        ),
-        drawn.compared("Parts of the reward", _parts(rows)),
-        drawn.by_role("Reward by role", "reward"),
-        drawn.chart("Held-out accuracy", [*held_out, *drawn.level("eval/constant_pass@1")], (0, 1))
-        if verdicts
-        else drawn.chart(
-            "Held-out reward",
-            [Curve(name="reward", points=result, dots=True), *drawn.level("eval/constant_reward")],
-            (0, 1),
-        ),
-        drawn.by_role("Held-out reward by role", "eval/reward", dots=True),
-        drawn.by_name("Reward by environment", r"env/([^/]+)/reward/mean"),
-        drawn.by_name("Held-out reward by source", r"eval/([^/]+)/reward/mean", dots=True),
-        drawn.by_name("Skill above trivial answers (1: perfect)", r"env/(.+)/skill"),
-        drawn.by_name("Held-out skill above trivial answers", r"eval/(.+)/skill", dots=True),
-        drawn.smoothed("Negative log-likelihood of demonstrations", "optim/expert_nll"),
-        drawn.smoothed("Groups without a signal (share)", "groups/constant", floor=0.0, ceiling=1.0),
-        drawn.smoothed("Entropy (estimate, nats per token)", "policy/entropy", floor=0.0),
-        drawn.smoothed("Tokens of a reply (mean)", "tokens/reply", floor=0.0),
-        drawn.smoothed("Replies cut off at max_tokens (share)", "rollouts/cut", floor=0.0, ceiling=1.0),
-        drawn.smoothed("Gradient norm before clipping", "optim/grad_norm", floor=0.0),
-        drawn.smoothed("Learning rate", "optim/lr", floor=0.0),
-        drawn.smoothed("KL sampler to trainer (v2)", "optim/kl_sample_train_v2", floor=0.0),
-        drawn.smoothed("Variance of the returns that the critic explains", "critic/explained_variance", ceiling=1.0),
-        drawn.smoothed("Loss (sum)", "optim/loss"),
-        drawn.smoothed("Overlap: share of the trainer's work with sampling", "time/overlap", floor=0.0, ceiling=1.0),
-        drawn.smoothed("Tokens sampled per second", "speed/sampled_tokens_per_second", floor=0.0),
-        drawn.smoothed("Tokens trained on per second", "speed/trained_tokens_per_second", floor=0.0),
-    ]
+    table = MetricTable(rows)
+    span = (0.0, max(1.0, float(rows[-1]["step"]))) if rows else (0.0, 1.0)
+    return [_chart(table, spec, span) for section in chart_specs(rows).values() for spec in section]
 
 
-class _Charts:
-    """Draws charts over the steps of a run."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._rows = rows
-        self._span = (0.0, max(1.0, float(rows[-1]["step"]))) if rows else (0.0, 1.0)
-
-    def chart(self, title: str, curves: Sequence[Curve], limits: tuple[float | None, float | None]) -> dict[str, Any]:
-        """A chart of curves; `limits` are always on its y axis."""
-        legend = [curve for curve in curves if curve.points and not curve.faint]
-        return {
-            "title": title,
-            "svg": svg(curves, floor=limits[0], ceiling=limits[1], span=self._span),
-            "legend": legend if len(legend) > 1 else [],
-        }
-
-    def level(self, name: str) -> list[Curve]:
-        """A dashed line over all steps at the value of a metric that is measured once."""
-        values = _points(self._rows, name)
-        points = tuple((at, values[-1][1]) for at in self._span) if values else ()
-        return [Curve(name="best constant answer", points=points, color=4, dashed=True)]
-
-    def smoothed(
-        self, title: str, name: str, floor: float | None = None, ceiling: float | None = None
-    ) -> dict[str, Any]:
-        """Each value of a metric, and their moving average."""
-        points = _points(self._rows, name)
+def _chart(table: MetricTable, spec: ChartSpec, span: tuple[float, float]) -> dict[str, Any]:
+    """A chart; a single curve is a moving average before the values of each step."""
+    matches = spec.matches(table.names)
+    curves = [_curve(table, spec, name, label, number, span) for number, (name, label) in enumerate(matches)]
+    if len(matches) == 1 and not spec.points:
+        points = tuple(table.points(matches[0][0]))
         curves = [Curve(name="each step", points=points, faint=True), Curve(name="mean", points=smooth(points))]
-        return self.chart(title, curves, (floor, ceiling))
-
-    def compared(
-        self, title: str, points: Mapping[str, tuple[tuple[float, float], ...]], *, dots: bool = False
-    ) -> dict[str, Any]:
-        """A curve for each name."""
-        curves = [
-            Curve(name=name, points=each if dots else smooth(each), color=number % 4 + 1, dots=dots)
-            for number, (name, each) in enumerate(points.items())
-        ]
-        return self.chart(title, curves, (0, 1))
-
-    def by_role(self, title: str, prefix: str, *, dots: bool = False) -> dict[str, Any]:
-        """Rewards of each role of a run of several roles; without points in other runs."""
-        roles = dict.fromkeys(role for row in self._rows for role in roles_of(row, prefix))
-        points = {role: _points(self._rows, f"{prefix}/{role}/mean") for role in roles}
-        return self.compared(title, points, dots=dots)
-
-    def by_name(self, title: str, pattern: str, *, dots: bool = False) -> dict[str, Any]:
-        """The metrics that match `pattern`, by the name that its group matches; without points if there are none."""
-        names = dict.fromkeys(name for row in self._rows for name in row)
-        matches = [match for name in names if (match := re.fullmatch(pattern, name))]
-        points = {each[1].replace("/workflow", ""): _points(self._rows, each[0]) for each in matches}
-        return self.compared(title, points, dots=dots)
+    legend = [curve for curve in curves if curve.points and not curve.faint]
+    return {
+        "title": spec.title,
+        "svg": svg(curves, floor=spec.limits[0], ceiling=spec.limits[1], span=span),
+        "legend": legend if len(legend) > 1 else [],
+    }
 
 
-def _parts(rows: Sequence[Row]) -> dict[str, tuple[tuple[float, float], ...]]:
-    """The parts of the reward, if there are several."""
-    parts = dict.fromkeys(match[1] for row in rows for name in row if (match := re.fullmatch(r"reward/([^/]+)", name)))
-    names = [name for name in parts if name not in ("mean", "std", "kl", "kl_coef")]
-    return {name: _points(rows, f"reward/{name}") for name in names} if len(names) > 1 else {}
-
-
-def _says_what_is_right(rows: Sequence[Row]) -> bool:
-    """Whether rewards or workflow say what is right, or answers reach eval.threshold: else pass@1 measures nothing."""
-    names = {name for row in rows for name in row if name.endswith("groups/all_right")}
-    return bool(names) or any(row.get("eval/pass@1", 0.0) > 0 for row in rows)
+def _curve(table: MetricTable, spec: ChartSpec, name: str, label: str, number: int, span: tuple[float, float]) -> Curve:
+    """The curve of a metric; the score of a constant answer, which is measured once, is a line over all steps."""
+    points = tuple(table.points(name))
+    if "/constant_" in name:
+        level = tuple((at, points[-1][1]) for at in span)
+        return Curve(name="best constant answer", points=level, color=4, dashed=True)
+    return Curve(name=label, points=points if spec.points else smooth(points), color=number % 4 + 1, dots=spec.points)
 
 
 def _comparison(layout: Layout) -> list[dict[str, Any]]:
@@ -250,8 +175,10 @@ def _answers(layout: Layout) -> dict[str, Any] | None:
     if not steps:
         return None
     before, after = (_first_by_task(layout.rollouts("eval", step)) for step in (steps[0], steps[-1]))
-    pairs = [(rollout, after[task]) for task, rollout in before.items() if task in after][:_SHOWN]
-    return {"pairs": pairs, "first": steps[0], "last": steps[-1]}
+    pairs = [[rollout, after[task]] for task, rollout in before.items() if task in after][:_SHOWN]
+    shown = pairs if len(steps) > 1 else [pair[:1] for pair in pairs]
+    rows = [{"task": _task(pair[0]), "replies": [_reply(each) for each in pair]} for pair in shown]
+    return {"rows": rows, "first": steps[0], "last": steps[-1]}
 
 
 def _example_groups(layout: Layout) -> list[dict[str, Any]]:
@@ -267,8 +194,21 @@ def _example_groups(layout: Layout) -> list[dict[str, Any]]:
             groups.setdefault(rollout["task"], []).append(rollout)
         if groups:
             varied = max(groups.values(), key=lambda group: len({rollout["reward"] for rollout in group}))
-            examples.append({"step": step, "group": sorted(varied, key=lambda rollout: -rollout["reward"])})
+            best_first = sorted(varied, key=lambda rollout: -rollout["reward"])
+            replies = [_reply(rollout) for rollout in best_first[:_REPLIES]]
+            left_out = len(varied) - len(replies)
+            examples.append({"step": step, "task": _task(varied[0]), "replies": replies, "left_out": left_out})
     return examples
+
+
+def _task(record: Mapping[str, Any]) -> Markup:
+    """The messages and the right answer of a task, without the reply."""
+    shown = ("messages", "answer")
+    return rollout_html({name: record.get(name) for name in shown}, characters=_CHARACTERS, with_head=False)
+
+
+def _reply(record: Mapping[str, Any]) -> Markup:
+    return rollout_html(record, characters=_CHARACTERS, with_task=False)
 
 
 def _first_by_task(file: Path) -> dict[str, dict[str, Any]]:
