@@ -200,3 +200,23 @@ def test_adapter_of_experts_is_imported_with_its_parts(
         assert np.abs(served_logprobs(client, state) - served_logprobs(client, path)).max() > 0.01
         info = tinker.RestClient(base_url=served.url, api_key=served.key).get_weights_info_by_tinker_path(path).result()
         assert (info.train_attn, info.train_mlp, info.train_unembed) == (False, True, False)
+
+
+def test_run_is_exported_with_a_model_card(
+    command: Command, client: tinker.ServiceClient, tiny_llama: Path, tmp_path: Path
+):
+    adapter = write_adapter(tiny_llama, tmp_path / "peft", LoraSpec(rank=3, seed=4), size=0.2)
+    path = command("import", adapter, "--name", "of-run").stdout.strip()
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.yaml").write_text("{name: sums, model: {name: toy, rank: 3}}")
+    (run / "state.json").write_text(json.dumps({"step": 2, "path": path}))
+    done = command("export", run, "--to", tmp_path / "out")
+    assert done.error is None
+    assert done.stdout.strip().endswith("of step 2")
+    np.testing.assert_allclose(peft_logprobs(tiny_llama, tmp_path / "out"), served_logprobs(client, path), atol=1e-4)
+    assert "# `sums`" in (tmp_path / "out" / "README.md").read_text()
+    assert "--checkpoint selects" in str(command("export", path, "--to", tmp_path / "x", "--checkpoint", "last").error)
+    (run / "run.yaml").write_text("{service: {engine: fake}}")
+    (run / "service" / "checkpoints").mkdir(parents=True)
+    assert "dry run" in str(command("export", run, "--to", tmp_path / "x").error)

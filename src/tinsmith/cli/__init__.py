@@ -66,7 +66,9 @@ app.command(
 app.command(
     "tinsmith.cli.service.transfer:import_adapter", name="import", help="Import a PEFT adapter as a checkpoint."
 )
-app.command("tinsmith.cli.service.transfer:export", name="export", help="Export a checkpoint as an adapter or a model.")
+app.command(
+    "tinsmith.cli.service.transfer:export", name="export", help="Export a checkpoint of a run as an adapter or a model."
+)
 app.command("tinsmith.cli.machine:models", name="models", help="List served and downloaded base models, or fetch one.")
 app.command("tinsmith.cli.check:check", name="check", help="Check a run file and its data without starting anything.")
 app.command("tinsmith.cli.sweep:sweep", name="sweep", help="Train a run file with several values of some settings.")

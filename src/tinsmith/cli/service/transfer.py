@@ -20,6 +20,8 @@ from tinsmith.plurals import counted
 if TYPE_CHECKING:
     import httpx
 
+    from tinsmith.rl.history import RunCheckpoint
+
 Format = Literal["peft", "merged", "gguf", "tinker", "vllm"]
 TIMEOUT_S = 600.0
 """For one answer: a server rewrites a large adapter in minutes."""
@@ -80,10 +82,11 @@ def import_adapter(
 
 
 def export(
-    checkpoint: str,
+    source: str,
     /,
     *,
     to: Path,
+    checkpoint: str = "",
     format: Format = "peft",
     base: str | None = None,
     llama_cpp: Path | None = None,
@@ -93,14 +96,17 @@ def export(
     data: Path | None = None,
     server: Server | None = None,
 ) -> None:
-    """Export a checkpoint: as an adapter, or merged into its base model.
+    """Export a checkpoint: as an adapter, or merged into its base model. That of a run comes with a model card.
 
     Parameters
     ----------
-    checkpoint
-        tinker:// path, or a folder with an adapter.
+    source
+        Folder of a run, tinker:// path, or a folder with an adapter.
     to
         Folder to write; with --format gguf, the file.
+    checkpoint
+        Which one of a run: best, last, or the number of a step. Default: the best if checkpoint.keep is best, else the
+        last.
     format
         peft: adapter for PEFT. vllm: adapter for vLLM. tinker: archive form of the hosted service, with the optimizer
         state. merged: model for transformers. gguf: model for llama.cpp, by its own converter.
@@ -124,9 +130,12 @@ def export(
     if to.exists() and (to.is_file() or any(to.iterdir())):
         raise ConfigError(f"{to} exists.", "Give another place, or delete it.")
     converter = gguf.find_converter(llama_cpp) if format == "gguf" else None
+    of_run = _checkpoint_of_run(source, checkpoint)
+    if of_run is not None:
+        source, data = of_run.path, data or _data_of_run(of_run, server)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory(dir=_existing_parent(to))))
-        adapter = _fetch(checkpoint, scratch, data, server)
+        adapter = _fetch(source, scratch, data, server)
         if format in ("peft", "tinker", "vllm"):
             adapters.write(adapter, to, format, base)
             done = f"{to}: adapter"
@@ -136,9 +145,46 @@ def export(
             done = f"{to}: model with {counted(changed, 'merged weight')}"
             if converter is not None:
                 gguf.convert(converter, model, to, outtype)
+    if of_run is not None:
+        done += f" of step {of_run.step}"
+        if to.is_dir():
+            _write_card(of_run, to, format)
     sys.stdout.write(f"{done}\n")
     if push is not None:
         sys.stdout.write(f"{_push(to, push, public=public)}\n")
+
+
+def _checkpoint_of_run(source: str, which: str) -> RunCheckpoint | None:
+    """The checkpoint of a run folder that `which` names; None for another source."""
+    from tinsmith.rl.history import RunHistory, find_checkpoint
+
+    folder = Path(source)
+    if not source.startswith("tinker://") and not (folder / "adapter_config.json").exists():
+        if not folder.is_dir():
+            raise ConfigError(
+                f"There is no folder {source}.", "Give a run's folder, an adapter's, or a tinker:// path."
+            )
+        found = find_checkpoint(RunHistory.open(folder), which)
+        if found.is_of_dry_run:
+            raise ConfigError(f"{source} was a dry run: its service.engine is fake, which has no weights.")
+        return found
+    if which:
+        raise ConfigError(f"--checkpoint selects one of a run, and {source} is none.", "Leave it out.")
+    return None
+
+
+def _data_of_run(checkpoint: RunCheckpoint, server: Server | None) -> Path | None:
+    """The data folder of the run's own service; None if there is none, or a server is named."""
+    from tinsmith.rl.history import data_folder
+
+    return None if server is not None and server.url else data_folder(checkpoint.run)
+
+
+def _write_card(checkpoint: RunCheckpoint, to: Path, format: Format) -> None:
+    from tinsmith.rl.history.model_card import model_card
+
+    text = model_card(checkpoint, library="transformers" if format == "merged" else "peft")
+    (to / "README.md").write_text(text, encoding="utf-8")
 
 
 @contextmanager

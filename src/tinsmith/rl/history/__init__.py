@@ -3,6 +3,7 @@
 The run may go on, have ended, have been killed, or be a copy of a folder of another machine.
 """
 
+from tinsmith.rl.history.checkpoints import RunCheckpoint, data_folder, find_checkpoint
 from tinsmith.rl.history.filters import RolloutFilter, Sort
 from tinsmith.rl.history.index import RolloutIndex
 from tinsmith.rl.history.metric_table import MetricTable
@@ -18,9 +19,12 @@ __all__ = [
     "RolloutFilter",
     "RolloutIndex",
     "RolloutRow",
+    "RunCheckpoint",
     "RunHistory",
     "RunStatus",
     "Sort",
+    "data_folder",
+    "find_checkpoint",
     "find_runs",
     "rollout_html",
 ]
