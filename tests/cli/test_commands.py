@@ -397,3 +397,9 @@ def test_limits_of_tenants_without_a_key_are_noted(tmp_path, capsys, monkeypatch
     assert [line for line in lines if line.startswith("No key")] == [
         "No key belongs to alcie yet: tinsmith keys list shows the tenants."
     ]
+
+
+def test_completion_is_installed(tmp_path, capsys):
+    app(["--install-completion", "--shell", "fish", "--output", str(tmp_path / "x")], result_action="return_value")
+    assert "checkpoint" in (tmp_path / "x").read_text()
+    assert "installed" in capsys.readouterr().out

@@ -79,6 +79,7 @@ app.command("tinsmith.cli.show:show", name="show", help="Show a run, its rollout
 app.command("tinsmith.cli.log:log", name="log", help="Show the log of a run.")
 app.command("tinsmith.cli.prove:prove", name="prove", help="Prove on this machine that the service is exact.")
 app.command("tinsmith.cli.machine:doctor", name="doctor", help="Check this machine for everything the service needs.")
+app.register_install_completion_command(help="Install the completion of commands and options for your shell.")
 
 _TAKE_SETTINGS = ("run", "check", "debug", "config", "demo", "sweep")
 """Commands whose words may set keys of a run file."""
