@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.cli import main
+from tinsmith.cli import app, main
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 

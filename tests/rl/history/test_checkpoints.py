@@ -40,8 +40,8 @@ def comparison(**values: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("which", "step"), [("", 6), ("last", 6), ("best", 4), ("2", 2), ("6", 6)])
 def test_checkpoint_is_found_by_name(tmp_path: Path, which: str, step: int) -> None:
-    found = find_checkpoint(write_run(tmp_path), which)
-    assert (found.step, found.path) == (step, f"tinker://r/weights/{step}")
+    checkpoint = find_checkpoint(write_run(tmp_path), which)
+    assert (checkpoint.step, checkpoint.path) == (step, f"tinker://r/weights/{step}")
 
 
 def test_kept_best_is_the_result(tmp_path: Path) -> None:
@@ -51,8 +51,8 @@ def test_kept_best_is_the_result(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(json.dumps({**state, "best": best, "sampling_path": best["sampling_path"]}))
     run = RunHistory.open(tmp_path)
     for which in ("", "best", "3"):
-        found = find_checkpoint(run, which)
-        assert (found.step, found.path, found.sampling_path) == (3, best["path"], best["sampling_path"])
+        checkpoint = find_checkpoint(run, which)
+        assert (checkpoint.step, checkpoint.path, checkpoint.sampling_path) == (3, best["path"], best["sampling_path"])
     last = find_checkpoint(run, "last")
     assert (last.step, last.sampling_path) == (6, "tinker://r/weights/6")
 
@@ -82,9 +82,9 @@ def test_stage_has_the_checkpoint_and_its_run_the_data(tmp_path: Path) -> None:
     write_run(tmp_path / "01-sft", steps=(2,))
     write_run(tmp_path / "02-rl")
     (tmp_path / "service" / "checkpoints").mkdir(parents=True)
-    found = find_checkpoint(RunHistory.open(tmp_path))
-    assert found.run.path == tmp_path / "02-rl"
-    assert data_folder(found.run) == tmp_path / "service"
+    checkpoint = find_checkpoint(RunHistory.open(tmp_path))
+    assert checkpoint.run.path == tmp_path / "02-rl"
+    assert data_folder(checkpoint.run) == tmp_path / "service"
 
 
 def test_run_without_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -105,8 +105,7 @@ def export(
     to
         Folder to write; with --format gguf, the file.
     checkpoint
-        Which one of a run: best, last, or the number of a step. Default: the best if checkpoint.keep is best, else the
-        last.
+        Which one of a run: best, last, or a step's number. Default: the best if checkpoint.keep is best, else the last.
     format
         peft: adapter for PEFT. vllm: adapter for vLLM. tinker: archive form of the hosted service, with the optimizer
         state. merged: model for transformers. gguf: model for llama.cpp, by its own converter.
@@ -124,34 +123,35 @@ def export(
         Data folder that holds the checkpoint, whether its server runs or not.
     """
     require_torch("tinsmith export")
-    from tinsmith.engine.exchange import adapters, gguf
-    from tinsmith.engine.exchange.merge import merge
+    from tinsmith.engine.exchange import gguf
 
-    if to.exists() and (to.is_file() or any(to.iterdir())):
-        raise ConfigError(f"{to} exists.", "Give another place, or delete it.")
+    _check_is_new(to)
     converter = gguf.find_converter(llama_cpp) if format == "gguf" else None
-    of_run = _checkpoint_of_run(source, checkpoint)
-    if of_run is not None:
+    if (of_run := _checkpoint_of_run(source, checkpoint)) is not None:
         source, data = of_run.path, data or _data_of_run(of_run, server)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory(dir=_existing_parent(to))))
         adapter = _fetch(source, scratch, data, server)
-        if format in ("peft", "tinker", "vllm"):
-            adapters.write(adapter, to, format, base)
-            done = f"{to}: adapter"
+        if converter is None:
+            done = f"{to}: {_write(adapter, to, format, base)}"
         else:
-            model = scratch / "model" if format == "gguf" else to
-            changed = merge(adapter, _base_folder(adapter, base), model)
-            done = f"{to}: model with {counted(changed, 'merged weight')}"
-            if converter is not None:
-                gguf.convert(converter, model, to, outtype)
-    if of_run is not None:
-        done += f" of step {of_run.step}"
-        if to.is_dir():
-            _write_card(of_run, to, format)
+            done = f"{to}: {_write(adapter, scratch / 'model', format, base)}"
+            gguf.convert(converter, scratch / "model", to, outtype)
+    done += "" if of_run is None else _write_card(of_run, to, format)
     sys.stdout.write(f"{done}\n")
     if push is not None:
         sys.stdout.write(f"{_push(to, push, public=public)}\n")
+
+
+def _write(adapter: Path, to: Path, format: Format, base: str | None) -> str:
+    """Write an adapter in another form, or its base model with the adapter merged into it. Returns what it is."""
+    from tinsmith.engine.exchange import adapters
+    from tinsmith.engine.exchange.merge import merge
+
+    if format in ("peft", "tinker", "vllm"):
+        adapters.write(adapter, to, format, base)
+        return "adapter"
+    return f"model with {counted(merge(adapter, _base_folder(adapter, base), to), 'merged weight')}"
 
 
 def _checkpoint_of_run(source: str, which: str) -> RunCheckpoint | None:
@@ -164,10 +164,10 @@ def _checkpoint_of_run(source: str, which: str) -> RunCheckpoint | None:
             raise ConfigError(
                 f"There is no folder {source}.", "Give a run's folder, an adapter's, or a tinker:// path."
             )
-        found = find_checkpoint(RunHistory.open(folder), which)
-        if found.is_of_dry_run:
+        saved = find_checkpoint(RunHistory.open(folder), which)
+        if saved.is_of_dry_run:
             raise ConfigError(f"{source} was a dry run: its service.engine is fake, which has no weights.")
-        return found
+        return saved
     if which:
         raise ConfigError(f"--checkpoint selects one of a run, and {source} is none.", "Leave it out.")
     return None
@@ -180,11 +180,20 @@ def _data_of_run(checkpoint: RunCheckpoint, server: Server | None) -> Path | Non
     return None if server is not None and server.url else data_folder(checkpoint.run)
 
 
-def _write_card(checkpoint: RunCheckpoint, to: Path, format: Format) -> None:
+def _write_card(checkpoint: RunCheckpoint, to: Path, format: Format) -> str:
+    """Write the model card into an exported folder. Returns which step was exported, in words."""
     from tinsmith.rl.history.model_card import model_card
 
-    text = model_card(checkpoint, library="transformers" if format == "merged" else "peft")
-    (to / "README.md").write_text(text, encoding="utf-8")
+    if format != "gguf":  # a file
+        text = model_card(checkpoint, library="transformers" if format == "merged" else "peft")
+        (to / "README.md").write_text(text, encoding="utf-8")
+    return f" of step {checkpoint.step}"
+
+
+def _check_is_new(to: Path) -> None:
+    """Raise ConfigError for a file, or a folder that holds something."""
+    if to.exists() and (to.is_file() or any(to.iterdir())):
+        raise ConfigError(f"{to} exists.", "Give another place, or delete it.")
 
 
 @contextmanager

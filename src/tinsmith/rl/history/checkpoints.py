@@ -1,4 +1,4 @@
-"""The checkpoints of a run folder, by what one asks for: the result of the run, its best, its last, or that of a step.
+"""The checkpoints of a run folder, by name: the result of the run, its best, its last, or that of a step.
 
 Their weights are on the server that the run trained on: of a run with a service of its own, in `data_folder`.
 """
@@ -78,12 +78,16 @@ def data_folder(run: RunHistory) -> Path | None:
 def _saved(run: RunHistory) -> dict[int, RunCheckpoint]:
     """The checkpoints that the server still has as far as the run's files say, by their steps."""
     state = run.state
-    kept = [paths[0] for each in items(state.get("checkpoints")) if (paths := items(each))]
+    on_server = [paths[0] for each in items(state.get("checkpoints")) if (paths := items(each))]
     saved = {}
     for file in run.layout.checkpoints():
         with suppress(OSError, ValueError):
             values = json.loads(file.read_bytes())
-            if isinstance(values, dict) and (not kept or values.get("path") in kept) and (each := _of(run, values)):
+            if (
+                isinstance(values, dict)
+                and (not on_server or values.get("path") in on_server)
+                and (each := _of(run, values))
+            ):
                 saved[each.step] = each
     if newest := _of(run, state):
         saved[newest.step] = newest
