@@ -10,6 +10,8 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 from rich.console import Console
@@ -244,6 +246,7 @@ def test_missing_tracker_package_is_an_error_with_a_fix(tmp_path, monkeypatch):
         ("torch.utils.tensorboard.writer", "tensorboard", "tensorboard"),
         ("wandb", "wandb", "wandb"),
         ("mlflow", "mlflow", "mlflow"),
+        ("trackio", "trackio", "trackio"),
     ):
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(ConfigError, match=f"monitors: {monitor} needs the package") as caught:
@@ -254,9 +257,8 @@ def test_missing_tracker_package_is_an_error_with_a_fix(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("monitor", "instead"),
     [
-        ("swanlab", "use tensorboard, mlflow, or wandb"),
-        ("clearml", "use tensorboard, mlflow, or wandb"),
-        ("trackio", "use tensorboard, mlflow, or wandb"),
+        ("swanlab", "use tensorboard, mlflow, trackio, or wandb"),
+        ("clearml", "use tensorboard, mlflow, trackio, or wandb"),
         ("file", "always has metrics.jsonl and rollouts/; leave it out"),
         ("ui", "use report"),
     ],
@@ -296,3 +298,63 @@ def test_trackers_have_tables_of_rollouts_if_set(tmp_path, monkeypatch):
     tables = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/files/media/table/rollouts/*.table.json"))
     assert {len(json.loads(file.read_text())["data"]) for file in tables} == {5}
     assert len(tables) == 4
+
+
+class FakeTrackio(ModuleType):
+    """The functions of trackio that the monitor calls: keeps runs by name, and prints as the package does."""
+
+    def __init__(self) -> None:
+        super().__init__("trackio")
+        self.__spec__ = ModuleSpec("trackio", None)  # find_spec asks for it
+        self.runs: dict[str, list[tuple[int, dict[str, object]]]] = {}
+        self.settings: list[dict[str, object]] = []
+
+    def init(self, *, name: str, **settings: object) -> FakeTrackioRun:
+        """Continue the run, or begin it."""
+        print("* Created new run")
+        self.settings.append(settings)
+        return FakeTrackioRun(self.runs.setdefault(name, []))
+
+    def Table(self, columns: list[str], data: list[list[object]]) -> list[dict[str, object]]:
+        """Rows by column."""
+        return [dict(zip(columns, row, strict=True)) for row in data]
+
+
+class FakeTrackioRun:
+    """A run of FakeTrackio."""
+
+    def __init__(self, rows: list[tuple[int, dict[str, object]]]) -> None:
+        self._rows = rows
+
+    def log(self, values: dict[str, object], step: int) -> None:
+        """Keep a row."""
+        self._rows.append((step, values))
+
+    def finish(self) -> None:
+        """End it."""
+        print("* Run finished")
+
+
+def test_trackio_has_every_metric_in_one_run(tmp_path, monkeypatch, capsys):
+    trackio = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    monitor = {"type": "trackio", "project": "p", "group": "g", "rollouts": 2}
+    run(tracked(tmp_path, monitor))
+    run(tracked(tmp_path, monitor, steps=5))
+    assert "* " not in capsys.readouterr().out
+    ((name, logged_rows),) = trackio.runs.items()
+    assert name == json.loads((tmp_path / "run" / "trackers.json").read_text())["trackio"]
+    assert [(each["project"], each["group"], each["resume"]) for each in trackio.settings] == [("p", "g", "allow")] * 2
+    reward = {step: values["reward/mean"] for step, values in logged_rows if "reward/mean" in values}
+    assert reward == curve(tmp_path, "reward/mean")
+    tables = [(step, values["rollouts/train"]) for step, values in logged_rows if "rollouts/train" in values]
+    assert [(step, [row["rollout"] for row in table]) for step, table in tables] == [
+        (step, [f"train-{step}-0", f"train-{step}-1"]) for step in range(1, 6)
+    ]
+    assert any("diagnosis" in values for _, values in logged_rows)
+
+
+@pytest.mark.parametrize("wrong", [{"tags": ["x"]}, {"server_url": "http://a", "space_id": "me/b"}])
+def test_trackio_refuses_what_it_cannot_do(wrong):
+    with pytest.raises(ConfigError, match=r"trackio has no tags|name two places"):
+        build(RunConfig, {"monitors": [{"type": "trackio", **wrong}]}, "run.yaml")

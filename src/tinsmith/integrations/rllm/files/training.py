@@ -39,10 +39,10 @@ from tinsmith.integrations.rllm.files.values import (
 
 GROUP = 8
 """Group size of the unified configuration, if it is not set."""
-TRACKERS = ("wandb", "mlflow", "tensorboard")
+TRACKERS = ("wandb", "mlflow", "tensorboard", "trackio")
 IN_RUN_FOLDER = {"file": "metrics.jsonl", "ui": "report.html"}
 """Loggers -> the file of the run folder that has their contents."""
-MISSING_LOGGERS = ("swanlab", "clearml", "trackio")
+MISSING_LOGGERS = ("swanlab", "clearml")
 SCHEDULES = ("constant", "linear", "cosine")
 
 

@@ -27,16 +27,16 @@ from tinsmith.rl.record.monitors.trackers import (
     WandbConfig,
     WandbMonitor,
 )
+from tinsmith.rl.record.monitors.trackio import TrackioConfig, TrackioMonitor
 from tinsmith.rl.record.monitors.user_code import CustomMonitor
 from tinsmith.settings import Settings
 
 __all__ = ["MonitorConfig", "Monitors", "announce", "build", "preflight"]
 
-_OTHERS = "use tensorboard, mlflow, or wandb (mode: offline needs no account)"
+_OTHERS = "use tensorboard, mlflow, trackio, or wandb (mode: offline needs no account)"
 _INSTEAD = {
     "swanlab": f"its package requires protobuf below 7; {_OTHERS}",
     "clearml": f"there is no monitor for it; {_OTHERS}",
-    "trackio": f"there is no monitor for it; {_OTHERS}",
     "file": "the run folder always has metrics.jsonl and rollouts/; leave it out",
     "ui": "use report, a page in the run folder",
 }
@@ -46,7 +46,7 @@ _INSTEAD = {
 class UnsupportedMonitor(Settings):
     """Monitors of other systems that Tinsmith does not have: the error says what to use in their place."""
 
-    type: Literal["swanlab", "clearml", "trackio", "file", "ui"] = "swanlab"
+    type: Literal["swanlab", "clearml", "file", "ui"] = "swanlab"
 
     @model_validator(mode="before")
     @classmethod
@@ -55,7 +55,14 @@ class UnsupportedMonitor(Settings):
 
 
 MonitorConfig = Annotated[
-    ConsoleConfig | ReportConfig | TensorboardConfig | WandbConfig | MlflowConfig | CustomMonitor | UnsupportedMonitor,
+    ConsoleConfig
+    | ReportConfig
+    | TensorboardConfig
+    | WandbConfig
+    | MlflowConfig
+    | TrackioConfig
+    | CustomMonitor
+    | UnsupportedMonitor,
     Field(discriminator="type"),
 ]
 
@@ -108,6 +115,8 @@ def _monitor(config: MonitorConfig, info: RunInfo, console: Console) -> Monitor:
             return BackgroundMonitor(wandb, with_rollouts=config.rollouts > 0)
         case MlflowConfig():
             return BackgroundMonitor(MlflowMonitor(config, info), with_rollouts=config.rollouts > 0)
+        case TrackioConfig():
+            return BackgroundMonitor(TrackioMonitor(config, info), with_rollouts=config.rollouts > 0)
         case CustomMonitor():
             return config.make(info)
         case UnsupportedMonitor():

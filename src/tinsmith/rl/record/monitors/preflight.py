@@ -19,6 +19,7 @@ from urllib.request import getproxies
 from tinsmith.errors import ConfigError
 from tinsmith.rl.record.layout import Layout
 from tinsmith.rl.record.monitors.trackers import MlflowConfig, TensorboardConfig, WandbConfig, missing_package
+from tinsmith.rl.record.monitors.trackio import TrackioConfig
 from tinsmith.settings import Settings
 
 _SECONDS = 5.0
@@ -46,6 +47,8 @@ def preflight(configs: Sequence[Settings], folder: Path) -> tuple[str, ...]:
             case MlflowConfig():
                 _require("mlflow", package="mlflow-skinny", extra="mlflow")
                 _check_mlflow(config)
+            case TrackioConfig():
+                _require("trackio", package="trackio", extra="trackio")
             case _:
                 pass
     return tuple(notes)

@@ -1,4 +1,4 @@
-"""Experiment trackers: monitors that send metrics to TensorBoard, Weights & Biases and MLflow.
+"""Experiment trackers: monitors that send metrics to TensorBoard, Weights & Biases, MLflow and Trackio.
 
 Rollouts stay in the run folder, but for a number of them that the setting `rollouts` names. The tracker's id of a run
 is stored in trackers.json of the run folder, so that a resumed run continues in the same run of the tracker.
@@ -71,7 +71,7 @@ class ProjectConfig(TrackerConfig):
     """Settings of trackers that organize runs in projects."""
 
     project: str = "tinsmith"
-    """Project (W&B) or experiment (MLflow) of the run."""
+    """Project (W&B, Trackio) or experiment (MLflow) of the run."""
     group: str = ""
     """Group of runs to compare with each other. Empty: none."""
     name: str = ""
@@ -137,7 +137,7 @@ class Tracker(Monitor):
         """Send the renamed metrics of a step."""
 
 
-_DIAGNOSIS = "diagnosis"
+DIAGNOSIS = "diagnosis"
 """Name of the diagnosis in a tracker."""
 
 
@@ -147,13 +147,13 @@ class TensorboardMonitor(Tracker):
     def __init__(self, config: TensorboardConfig, info: RunInfo) -> None:
         """Raise ConfigError if TensorBoard is not installed."""
         super().__init__(config)
-        tensorboard = _import("torch.utils.tensorboard.writer", package="tensorboard", extra="tensorboard")
+        tensorboard = import_package("torch.utils.tensorboard.writer", package="tensorboard", extra="tensorboard")
         folder = config.folder or str(Layout(info.folder).tensorboard)
         self._writer = tensorboard.SummaryWriter(folder, purge_step=info.start + 1 if info.start else None)
 
     @override
     def diagnosis(self, step: int, diagnosis: Diagnosis) -> None:
-        self._writer.add_text(_DIAGNOSIS, diagnosis.text.replace("\n", "\n\n"), step)
+        self._writer.add_text(DIAGNOSIS, diagnosis.text.replace("\n", "\n\n"), step)
 
     @override
     def close(self) -> None:
@@ -171,7 +171,7 @@ class WandbMonitor(Tracker):
     def __init__(self, config: WandbConfig, info: RunInfo) -> None:
         """Raise ConfigError if wandb is not installed, and wandb's own error if it cannot start."""
         super().__init__(config)
-        wandb = _import("wandb", package="wandb", extra="wandb")
+        wandb = import_package("wandb", package="wandb", extra="wandb")
         settings = wandb.Settings(silent=True)
         if config.base_url:
             settings.base_url = config.base_url
@@ -183,7 +183,7 @@ class WandbMonitor(Tracker):
             tags=config.tags,
             mode=config.mode or None,
             dir=info.folder,
-            id=_run_id(info, "wandb", lambda: secrets.token_hex(8)),
+            id=stored_run_id(info, "wandb", lambda: secrets.token_hex(8)),
             resume="allow",
             config=dict(info.settings),
             settings=settings,
@@ -199,7 +199,7 @@ class WandbMonitor(Tracker):
     @override
     def diagnosis(self, step: int, diagnosis: Diagnosis) -> None:
         """Write the text, and the number of updates, to the summary of the run."""
-        self._run.summary.update({_DIAGNOSIS: diagnosis.text, "updates": diagnosis.updates})
+        self._run.summary.update({DIAGNOSIS: diagnosis.text, "updates": diagnosis.updates})
 
     @override
     def close(self) -> None:
@@ -218,12 +218,12 @@ class MlflowMonitor(Tracker):
     def __init__(self, config: MlflowConfig, info: RunInfo) -> None:
         """Raise ConfigError if MLflow is not installed, and MLflow's own error if the store cannot be opened."""
         super().__init__(config)
-        mlflow = _import("mlflow", package="mlflow-skinny", extra="mlflow")
+        mlflow = import_package("mlflow", package="mlflow-skinny", extra="mlflow")
         default = f"sqlite:///{info.folder.resolve().parent / 'mlflow.db'}"
         self._client = mlflow.MlflowClient(
             tracking_uri=config.uri or os.environ.get("MLFLOW_TRACKING_URI", "") or default
         )
-        self._run_id = _run_id(info, "mlflow", lambda: self._create_run(config, info))
+        self._run_id = stored_run_id(info, "mlflow", lambda: self._create_run(config, info))
         self._client.update_run(self._run_id, status="RUNNING")
         self._sending: Any = None
 
@@ -240,7 +240,7 @@ class MlflowMonitor(Tracker):
     @override
     def diagnosis(self, step: int, diagnosis: Diagnosis) -> None:
         """Set the text as a tag of the run, which its page shows."""
-        self._client.set_tag(self._run_id, _DIAGNOSIS, diagnosis.text[:_MLFLOW_TAG_LENGTH])
+        self._client.set_tag(self._run_id, DIAGNOSIS, diagnosis.text[:_MLFLOW_TAG_LENGTH])
 
     @override
     def close(self) -> None:
@@ -283,7 +283,7 @@ class MlflowMonitor(Tracker):
         return run_id
 
 
-def _import(module: str, *, package: str, extra: str) -> Any:
+def import_package(module: str, *, package: str, extra: str) -> Any:
     """Import a tracker's package. Raises ConfigError if it is not installed."""
     try:
         return importlib.import_module(module)
@@ -296,7 +296,7 @@ def missing_package(package: str, extra: str) -> ConfigError:
     return ConfigError(f"monitors: {extra} needs the package {package}.", f"pip install 'tinsmith[{extra}]'")
 
 
-def _run_id(info: RunInfo, tracker: str, create: Callable[[], str]) -> str:
+def stored_run_id(info: RunInfo, tracker: str, create: Callable[[], str]) -> str:
     """Return the run's id in `tracker` from trackers.json; create and store it if there is none."""
     file = Layout(info.folder).trackers
     ids: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
