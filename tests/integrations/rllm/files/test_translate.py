@@ -323,7 +323,7 @@ def test_clip_of_a_loss_that_does_not_clip_is_noted():
         ("training.num_minibatches=4", "training.num_minibatches", "Set 1"),
         ("training.max_length=1", "training.max_length", "Raise it."),
         ("trainer.total_epochs=0", "trainer.total_epochs", "Set more than 0."),
-        ("trainer.logger=[clearml]", "trainer.logger", "Use wandb, mlflow or tensorboard."),
+        ("trainer.logger=[clearml]", "trainer.logger", "Use wandb, mlflow, tensorboard or trackio."),
         ("trainer.logger=[wandbb]", "trainer.logger", "Did you mean 'wandb'?"),
         ("trainer.resume_from_tinker_id=/a", "trainer.resume_from_tinker_id", "tinker://RUN/weights/NAME"),
         ("rllm.agent.agent_args={a: 1}", "rllm.agent.agent_args", "workflow_args"),

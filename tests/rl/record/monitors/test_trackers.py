@@ -305,7 +305,7 @@ class FakeTrackio(ModuleType):
 
     def __init__(self) -> None:
         super().__init__("trackio")
-        self.__spec__ = ModuleSpec("trackio", None)  # find_spec asks for it
+        self.__spec__ = ModuleSpec("trackio", None)  # for find_spec
         self.runs: dict[str, list[tuple[int, dict[str, object]]]] = {}
         self.settings: list[dict[str, object]] = []
 

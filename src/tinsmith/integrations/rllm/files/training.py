@@ -178,7 +178,7 @@ def _monitors(values: Values) -> Translation:
     for name in dict.fromkeys(names):
         if name == "console":
             monitors.insert(0, {"type": "console"})
-        elif name in ("wandb", "mlflow"):
+        elif name in ("wandb", "mlflow", "trackio"):
             monitors.append({"type": name, "project": values.value(*PROJECT), "name": values.value(*NAME)})
         elif name == "tensorboard":
             monitors.append({"type": name})
