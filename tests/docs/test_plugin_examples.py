@@ -89,9 +89,14 @@ def test_judge_example_is_a_valid_config(tmp_path):
     assert len(settings(tmp_path, **yaml.safe_load(part)).rewards) == 3
 
 
+def test_reward_model_example_is_a_valid_config(tmp_path):
+    (part,) = [part for part in PARTS if "type: reward_model" in part]
+    assert len(settings(tmp_path, **yaml.safe_load(part)).rewards) == 1
+
+
 def test_page_has_each_kind_of_example():
     assert len(FILES) == 6
-    assert len(PARTS) == 8
+    assert len(PARTS) == 9
 
 
 def test_examples_import_only_the_public_api():

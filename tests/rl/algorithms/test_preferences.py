@@ -12,7 +12,15 @@ from torch.nn.functional import logsigmoid
 
 from tests.rl.algorithms.test_losses import batch_of
 from tinsmith.errors import ConfigError
-from tinsmith.rl.algorithms.losses.preference import IpoLoss, KtoLoss, OrpoLoss, PreferenceLoss, SimpoLoss, log_odds
+from tinsmith.rl.algorithms.losses.preference import (
+    BradleyTerryLoss,
+    IpoLoss,
+    KtoLoss,
+    OrpoLoss,
+    PreferenceLoss,
+    SimpoLoss,
+    log_odds,
+)
 
 LENGTHS = ((2, 1), (1, 2), (3, 4))
 """Tokens of the chosen and the rejected reply of each pair."""
@@ -48,6 +56,13 @@ def kto(p: list[Tensor], ref: list[Tensor]) -> Tensor:
     return torch.stack(desirable + undesirable).mean()
 
 
+def bradley_terry(p: list[Tensor], ref: list[Tensor]) -> Tensor:
+    """Equation 1 of arXiv 2203.02155 for pairs, with the log-odds as the reward, and the centering of 2312.09244."""
+    rewards = [torch.logit(each.sum().exp()) for each in p]
+    pairs = [(rewards[at], rewards[at + 1]) for at in (0, 2, 4)]
+    return torch.stack([0.05 * (won + lost) ** 2 - logsigmoid(won - lost) for won, lost in pairs]).mean()
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     ("loss", "formula"),
@@ -56,6 +71,7 @@ def kto(p: list[Tensor], ref: list[Tensor]) -> Tensor:
         (SimpoLoss(beta=1.5, gamma=0.3), simpo),
         (OrpoLoss(weight=0.2), orpo),
         (KtoLoss(beta=0.5, chosen_weight=1.2, rejected_weight=0.7), kto),
+        (BradleyTerryLoss(center=0.05), bradley_terry),
     ],
     ids=lambda value: getattr(value, "type", ""),
 )

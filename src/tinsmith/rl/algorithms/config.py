@@ -16,23 +16,24 @@ from tinsmith.rl.algorithms.grouping import Grouping
 from tinsmith.rl.algorithms.losses import LossConfig
 from tinsmith.rl.algorithms.losses.base import Aggregate, SamplerRatio
 from tinsmith.rl.algorithms.losses.policy_gradient import ImportanceSamplingLoss, PpoLoss
-from tinsmith.rl.algorithms.losses.preference import PreferenceLoss
+from tinsmith.rl.algorithms.losses.preference import BradleyTerryLoss, PreferenceLoss
 from tinsmith.rl.algorithms.losses.supervised import MixChordLoss, MixLoss, SftIsLoss, SftLoss, SftPhiLoss
 from tinsmith.rl.algorithms.regularizers import EntropyConfig, KlConfig
 from tinsmith.rl.algorithms.user_code import OF_THE_RUN, CustomAlgorithm
+from tinsmith.rl.policy.chat import Verdict
 from tinsmith.rl.policy.sampling import SamplingConfig
 from tinsmith.settings import Needs, Settings
 
 Name = Literal[
     "grpo", "grpo_std", "ppo", "dapo", "reinforceplusplus", "rloo", "opmd", "asymre", "dpo", "ipo", "kto",
-    "orpo", "simpo", "topr", "cispo", "gspo",
+    "orpo", "simpo", "bradley_terry", "topr", "cispo", "gspo",
     "sapo", "mix", "mix_chord", "raft", "sppo", "rec", "multi_step_grpo", "gigpo", "on_policy_distill", "jsd",
     "topk_distill",
     "grpo_verl", "sft", "cpt",
 ]  # fmt: skip
 NAMES: tuple[str, ...] = get_args(Name)
 
-PAIRS = ("dpo", "ipo", "kto", "orpo", "simpo")
+PAIRS = ("dpo", "ipo", "kto", "orpo", "simpo", "bradley_terry")
 """Algorithms that train on pairs of replies."""
 DATA_ONLY = ("sft", "cpt", *PAIRS)
 """Algorithms that train on demonstrations alone."""
@@ -288,6 +289,12 @@ class AlgorithmConfig(Settings):
     def reads_mismatched(self) -> bool:
         """Whether the loss reads replies after the prompts of other pairs."""
         return isinstance(self.loss, PreferenceLoss) and self.loss.reads_mismatched
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """How the loss scores replies, if it is that of a reward model."""
+        loss = self.loss
+        return Verdict(loss.question, loss.answer) if isinstance(loss, BradleyTerryLoss) else None
 
     @property
     def sampler_ratio(self) -> SamplerRatio:

@@ -29,6 +29,8 @@ def _check_data(config: RunSettings) -> None:
         raise ValueError(
             f"demonstrations is not used with {kind}; leave it out, or set algorithm.type to sft, dpo or mix"
         )
+    if config.algorithm.verdict and config.demonstrations is not None and config.demonstrations.learn == "all":
+        raise ValueError(f"{kind} scores whole replies; leave out demonstrations.learn")
     if config.algorithm.reads_mismatched and config.demonstrations is not None:
         _check_two_pairs(config.demonstrations.count(config.groups_per_step, config.group_size, alone=True), kind)
     if kind == "cpt" and config.demonstrations is not None and config.demonstrations.learn != "text":

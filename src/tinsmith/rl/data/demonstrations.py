@@ -17,7 +17,7 @@ from tinsmith.rl.data.ordering import Difficulty, LoadedSource, OrderConfig, Row
 from tinsmith.rl.data.row_sources import LearnFrom
 from tinsmith.rl.data.sources import Sources, as_tuple, reject_fields
 from tinsmith.rl.data.tasks import HeldOutTasks, question_key, question_keys
-from tinsmith.rl.policy.chat import ChatCodec
+from tinsmith.rl.policy.chat import ChatCodec, Verdict
 from tinsmith.rl.policy.training_rows import Kind, TrainingRow
 from tinsmith.rl.types import Demonstration, Message
 from tinsmith.settings import Settings
@@ -91,11 +91,13 @@ class Demonstrations:
         *,
         pairs: bool,
         mismatched: bool = False,
+        verdict: Verdict | None = None,
     ) -> None:
         """`loaded` are the demonstrations of each source of `config`. With `pairs`, each demonstration gives two rows:
-        the chosen reply and the rejected one; with `mismatched`, also both after the prompt of another one."""
+        the chosen reply and the rejected one; with `mismatched`, also both after the prompt of another one; with
+        `verdict`, only that of a reward model is learned."""
         self._config, self._codec, self._pairs, self._seed = config, codec, pairs, seed
-        self._mismatched = mismatched
+        self._mismatched, self._verdict = mismatched, verdict
         self._held_out_keys = question_keys(held_out)
         self._sources: list[_OrderedSource] = []
         for number, (source, demonstrations) in enumerate(zip(as_tuple(config.data), loaded, strict=True)):
@@ -190,6 +192,9 @@ class Demonstrations:
         self, demonstration: Demonstration, messages: Sequence[Message]
     ) -> Sequence[tuple[list[int], list[bool]]]:
         """(tokens, loss mask) of each training row."""
+        if self._verdict is not None:
+            tokens = self._verdict.tokens(self._codec, messages)
+            return [(tokens, [*[False] * (len(tokens) - 1), True])]
         if self._config.learn == "text":
             tokens = self._codec.encode_text(messages[-1].content)
             return [(tokens, [True] * len(tokens))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -103,6 +104,26 @@ class ChatCodec(Protocol):
     def token_text(self, token: int) -> str:
         """Text of a token that is not the first."""
         return self.decode([token])
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a reward model scores a reply: by the odds of a token, the first of `answer`, after the reply and `question`.
+
+    Example: Verdict(question="Is the reply good?", answer="Yes")
+    """
+
+    question: str
+    answer: str
+
+    def tokens(self, chat: ChatCodec, messages: Messages) -> list[int]:
+        """The tokens of a chat that ends with the reply, with the question and the token of the answer."""
+        answer = chat.encode_text(self.answer)[:1]
+        return [*chat.prompt([*messages, Message(role="user", content=self.question)]), *answer]
+
+
+QUESTION, ANSWER = "Is this a good reply? Answer Yes or No.", "Yes"
+"""The question and the answer of reward models, where none are set."""
 
 
 class Chat(ChatCodec):

@@ -26,6 +26,7 @@ from tinsmith.rl.rewards.gym import ReasoningGymScore
 from tinsmith.rl.rewards.judge import Judge
 from tinsmith.rl.rewards.mathematics import Math, MathBoxed, MathVerify
 from tinsmith.rl.rewards.numbers import Closeness, Marked, Number
+from tinsmith.rl.rewards.reward_model import RewardModel
 from tinsmith.rl.scoring.pool import ScoringPool
 from tinsmith.rl.types import Rollout, Task, Trajectory
 from tinsmith.settings import Settings, build
@@ -45,6 +46,7 @@ RewardConfig = Annotated[
     | ReasoningGymScore
     | CodeTests
     | Judge
+    | RewardModel
     | CustomReward,
     Field(discriminator="type"),
 ]

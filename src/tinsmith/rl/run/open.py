@@ -232,6 +232,7 @@ def _demonstrations(config: RunConfig, data: RunData, policy: Trainer) -> Demons
         config.seed,
         pairs=algorithm.learns_from == "pairs",
         mismatched=algorithm.reads_mismatched,
+        verdict=algorithm.verdict,
     )
 
 

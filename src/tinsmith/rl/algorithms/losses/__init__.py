@@ -18,7 +18,7 @@ from tinsmith.rl.algorithms.losses.policy_gradient import (
     SppoLoss,
     ToprLoss,
 )
-from tinsmith.rl.algorithms.losses.preference import DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
+from tinsmith.rl.algorithms.losses.preference import BradleyTerryLoss, DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
 from tinsmith.rl.algorithms.losses.supervised import MixChordLoss, MixLoss, OpmdLoss, SftIsLoss, SftLoss, SftPhiLoss
 from tinsmith.rl.algorithms.losses.user_code import CustomLoss
 
@@ -40,6 +40,7 @@ LossConfig = Annotated[
     | KtoLoss
     | OrpoLoss
     | SimpoLoss
+    | BradleyTerryLoss
     | MixLoss
     | MixChordLoss
     | DroLoss

@@ -14,6 +14,7 @@ from typing_extensions import override
 from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms.arrays import Array, library_of, sums_of_rows, without_gradient
 from tinsmith.rl.algorithms.losses.base import Losses, PolicyLoss, SamplerRatio, Tokens
+from tinsmith.rl.policy.chat import ANSWER, QUESTION
 
 _LARGEST_LOGPROB = -1e-9
 """Bound of a logprob before its odds are computed, which are infinite at 0."""
@@ -169,6 +170,29 @@ class KtoLoss(PreferenceLoss):
         # 1 - sigmoid(x) = sigmoid(-x)
         values = self.chosen_weight * _sigmoid(z - chosen) + self.rejected_weight * _sigmoid(rejected - z)
         return values.mean() / 2, {**_metrics(chosen, rejected), "pairs/divergence": z}
+
+
+class BradleyTerryLoss(PreferenceLoss):
+    """-log sigmoid(c - r) + center (c + r)^2, with the scores c, r = log(P / (1 - P)), where P is the probability that
+    the model answers `answer` to `question` after the reply: a reward model, whose score is the log-odds of one token
+    (the model of Bradley and Terry, as in arXiv 2203.02155). The reward `reward_model` reads it.
+    """
+
+    type: Literal["bradley_terry"] = "bradley_terry"
+    question: str = Field(default=QUESTION, min_length=1)
+    """Question after the reply, as a message of the user."""
+    answer: str = Field(default=ANSWER, min_length=1)
+    """Answer whose first token is scored."""
+    center: float = Field(default=0.01, ge=0)
+    """Weight of the term that keeps the mean of scores at 0, which drifts otherwise (arXiv 2312.09244)."""
+
+    @override
+    def scores(self, logprobs: Array, batch: Tokens) -> Array:
+        return log_odds(sums_of_rows(logprobs, batch.sequence, int(batch.sequence[-1]) + 1))
+
+    @override
+    def losses(self, chosen: Array, rejected: Array) -> Array:
+        return _softplus(-(chosen - rejected)) + self.center * (chosen + rejected) ** 2
 
 
 def log_odds(logprobs: Array) -> Array:
