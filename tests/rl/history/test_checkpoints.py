@@ -99,6 +99,7 @@ def test_card_has_figures_of_its_checkpoint_only(tmp_path: Path) -> None:
     card = model_card(find_checkpoint(run), library="peft")
     assert yaml.safe_load(card.split("---")[1])["base_model"] == "hub/toy"
     assert "| `reward` | 0.1 | 0.5 | +0.4 (+0.3 to +0.5) | 0.001 | 50 |" in card
+    assert "- algorithm: –" in card  # of a damaged run.yaml
     assert "pass@1" not in card  # nothing says what is right
     earlier = model_card(find_checkpoint(run, "4"), library="transformers")
     assert "+0.4" not in earlier

@@ -118,8 +118,8 @@ def _results(checkpoint: RunCheckpoint) -> Iterator[str]:
         table.append(f"| {' | '.join((*cells, str(row['tasks'])))} |")
     yield "\n".join(table)
     yield (
-        "Before is the model at the start of the run, after is this checkpoint, both on the same tasks, none of which "
-        "was trained on; the interval is of the mean of the differences task by task."
+        "Before is the model at the start of the run, after is this checkpoint, both on the same tasks of the run's "
+        "evaluation; the interval is of the mean of the differences task by task."
     )
 
 
@@ -155,7 +155,7 @@ def _at(settings: Any, path: str) -> Any:
 
 def _code(value: Any) -> str:
     """A value as code of Markdown, in one line."""
-    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str("" if value is None else value)
     if text.startswith(("/", "~")):
         text = text.rstrip("/").rpartition("/")[2]
     shown = line(text.replace("`", "'"), _LENGTH)
