@@ -61,7 +61,7 @@ def test_names_of_other_systems_are_answered_with_ours(tmp_path: Path, key: str,
         ("rewards=math", "'rewards' takes a list, such as [{type: math}] (got 'math')."),
         ("monitors=[wandb]", "'monitors.0' takes keys with values, such as {type: wandb} (got 'wandb')."),
         ("algorithm=ppo", "'algorithm' takes keys with values, such as {type: ppo} (got 'ppo')."),
-        ("tasks.train={low: 1}", "one of addition, largest, reasoning_gym, rows, jsonl, files, hub, sql."),
+        ("tasks.train={low: 1}", "one of addition, largest, reasoning_gym, custom, rows, jsonl, files, hub, sql."),
     ],
 )
 def test_advice_is_valid_where_the_key_stands(tmp_path: Path, override: str, sentence: str):
