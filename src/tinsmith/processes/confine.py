@@ -1,8 +1,9 @@
 """Runs a command that is not trusted: `python -m tinsmith.processes.confine LIMITS COMMAND`, with LIMITS in JSON.
 
 On Linux, where the kernel grants namespaces, the command sees no network, no process but its own, and of the files
-only those that `shown` names, read-only, and an empty /tmp. It is nobody's: as root it runs under a user id without
-files, else without any capability. Elsewhere only the limits hold. Imports the standard library only.
+only those that `shown` names, read-only, and a /tmp of its own with an empty folder, in which it starts. It is
+nobody's: as root it runs under a user id without files, else without any capability. Elsewhere only the limits hold.
+Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _MOUNT_SETATTR = 442  # the same on all architectures
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _FIRST_USER = 0x40000000
 """User ids from here on belong to nobody; each command of root gets its own, so that each has its own processes."""
+_FOLDER = "/tmp/program"
+"""Where the command starts: its own, beside shown paths that lie in /tmp."""
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
@@ -50,11 +53,13 @@ def main() -> None:
     end_with_forking_thread()
     try:
         _replace_files(limits)
-        folder = "/tmp"
+        folder = _FOLDER
     except OSError:
         if limits["strict"]:
             os._exit(NOT_CONFINED)
         folder = limits["folder"]
+        with suppress(OSError):  # what was mounted there before the error
+            _call("umount2", folder.encode(), _DETACH)
     program = os.fork()
     if not program:
         _become(command, limits, folder)
@@ -90,6 +95,8 @@ def _replace_files(limits: Mapping[str, Any]) -> None:
         raise OSError(f"no system call is known for {platform.machine()}")
     _mount("none", "/", None, _RECURSIVE | _PRIVATE)
     _mount("tmpfs", str(root), "tmpfs", _NO_SUID | _NO_DEV, "size=1m,mode=755")
+    (root / "tmp").mkdir()
+    _mount("tmpfs", str(root / "tmp"), "tmpfs", _NO_SUID | _NO_DEV, f"size={limits['disk_bytes']},mode=1777")
     for path in limits["shown"]:
         _show(Path(path), root)
     for name in _DEVICES:
@@ -97,8 +104,9 @@ def _replace_files(limits: Mapping[str, Any]) -> None:
     (root / "proc").mkdir()
     with suppress(OSError):  # a container that hides parts of /proc does not allow a new one
         _mount("proc", str(root / "proc"), "proc", _NO_SUID | _NO_DEV)
-    (root / "tmp").mkdir()
-    _mount("tmpfs", str(root / "tmp"), "tmpfs", _NO_SUID | _NO_DEV, f"size={limits['disk_bytes']},mode=1777")
+    own = root / Path(_FOLDER).relative_to("/")
+    own.mkdir()
+    own.chmod(0o777)
     _set_read_only(root, 0)
     os.chdir(root)
     _call("syscall", pivot, b".", b".")
@@ -137,7 +145,7 @@ def _become(command: Sequence[str], limits: Mapping[str, Any], folder: str) -> N
     ):
         with suppress(ValueError, OSError):  # a lower limit is set already, or the system has none
             resource.setrlimit(kind, (most, most))
-    if folder == "/tmp" and os.geteuid() == 0:
+    if folder == _FOLDER and os.geteuid() == 0:
         user = _FIRST_USER + int(limits["number"])
         os.setgroups([])
         os.setresgid(user, user, user)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.integrations.trinity.conftest import Server
 from tests.integrations.trinity.files import TINKER, VERL
+from tinsmith.cli import TRAINED_NOTHING
 from tinsmith.dialects import find_dialect, read_run
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.sources import Hub
@@ -97,7 +98,7 @@ def tinsmith(place: Path, server: Server, *words: str) -> subprocess.CompletedPr
 def test_published_file_trains_saves_and_resumes(file: Path, place: Path, server: Server):
     before = file.read_bytes()
     done = tinsmith(place, server, "run", "--config", str(file), *SHORT, "steps=2", "checkpoint.every=1")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == TRAINED_NOTHING, done.stdout + done.stderr  # four tokens of a fake model are never right
     assert "a file of Trinity-RFT" in done.stdout
     assert "cluster.node_num, cluster.gpu_per_node" in " ".join(done.stdout.split())
     (folder,) = (place / "checkpoints" / "Trinity-RFT-gsm8k" / "alignment-tinker").iterdir()
@@ -110,6 +111,6 @@ def test_published_file_trains_saves_and_resumes(file: Path, place: Path, server
     if file == VERL:
         return
     resumed = tinsmith(place, server, "run", "--config", str(file), *SHORT, "steps=3", "checkpoint.every=1")
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert resumed.returncode == TRAINED_NOTHING, resumed.stdout + resumed.stderr
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3]

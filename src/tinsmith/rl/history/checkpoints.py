@@ -18,6 +18,9 @@ from tinsmith.rl.history.rows import items
 from tinsmith.rl.history.run import RunHistory
 from tinsmith.rl.record.layout import Layout
 
+_OF_SERVICE = "checkpoints"
+"""A folder that each data folder of a service has."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCheckpoint:
@@ -72,7 +75,7 @@ def data_folder(run: RunHistory) -> Path | None:
     """The data folder of the service that the run, its sweep or the run of its stage started; None if there is none."""
     path = run.path.absolute()
     folders = (run.layout.service, *(Layout(folder).service for folder in (path.parent, path.parent.parent)))
-    return next((folder for folder in folders if (folder / "checkpoints").is_dir()), None)
+    return next((folder for folder in folders if (folder / _OF_SERVICE).is_dir()), None)
 
 
 def _saved(run: RunHistory) -> dict[int, RunCheckpoint]:
