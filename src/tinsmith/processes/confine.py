@@ -42,6 +42,7 @@ _DEVICES = ("null", "zero", "full", "random", "urandom")
 def main() -> None:
     """Confine this process and become the command."""
     limits, command = json.loads(sys.argv[1]), sys.argv[2:]
+    os.umask(0o022)  # the command, as another user, must pass the folders that are made for it
     end_with_forking_thread()
     if not _enter_namespaces():
         if limits["strict"]:

@@ -144,3 +144,11 @@ def _text(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def test_private_umask_hides_nothing_from_the_program():
+    before = os.umask(0o077)
+    try:
+        assert run("print(1)").output == "1\n"
+    finally:
+        os.umask(before)
