@@ -1,4 +1,5 @@
-"""Python objects by a text that names them: `package.module:name` or `path/to/file.py:name`.
+"""Python objects by a text that names them, `package.module:name` or `path/to/file.py:name`; and packages that may be
+missing: an installation for clients has no PyTorch, which the extra `serve` brings, and other extras bring others.
 
 Names of installed packages' parts are in `entry_points`.
 """
@@ -7,10 +8,12 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from tinsmith.errors import ConfigError
 
 
 def import_object(path: str) -> Any:
@@ -53,3 +56,24 @@ def import_file(file: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def has_torch() -> bool:
+    """Whether PyTorch is installed. Does not import it."""
+    return find_spec("torch") is not None
+
+
+def require_torch(feature: str, instead: str = "") -> None:
+    """Raise ConfigError if PyTorch, which `feature` needs, is not installed. `instead`: what works without it."""
+    if not has_torch():
+        raise _missing(feature, "PyTorch", f"pip install 'tinsmith[serve]'. {instead}".rstrip())
+
+
+def require(package: str, extra: str, feature: str) -> None:
+    """Raise ConfigError if a package, which `feature` needs and `extra` brings, is not installed."""
+    if find_spec(package) is None:
+        raise _missing(feature, package, f"pip install 'tinsmith[{extra}]'")
+
+
+def _missing(feature: str, package: str, fix: str) -> ConfigError:
+    return ConfigError(f"{feature} needs {package}, which is not installed.", fix)

@@ -1,4 +1,4 @@
-"""Numbers with their nouns in messages: 1 file, 2 files."""
+"""Numbers with their nouns or units, as people read them: 2 files, 1.5 GB, 3 min."""
 
 from __future__ import annotations
 
@@ -10,6 +10,22 @@ def counted(number: float, noun: str) -> str:
     """
     digits = f"{number:g}" if isinstance(number, float) else str(number)
     return f"{digits} {noun}" if number == 1 else f"{digits} {_plural(noun)}"
+
+
+def display_bytes(count: float) -> str:
+    """Bytes in a fitting unit, such as 1.5 GB."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def display_seconds(seconds: float, digits: int = 0) -> str:
+    """A duration in a fitting unit, such as 3 min; with `digits` after the point, unless it is of seconds."""
+    for unit, factor in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= factor:
+            return f"{seconds / factor:.{digits}f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _plural(noun: str) -> str:

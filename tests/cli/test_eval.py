@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.cli.eval import Options, evaluate
+from tinsmith.cli.eval import evaluate
 from tinsmith.errors import ConfigError
+from tinsmith.rl.evaluation.endpoint import Sampling
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ from tinsmith.errors import ConfigError
 def test_evaluation_refuses_what_it_cannot_do(monkeypatch, words, options, error):
     monkeypatch.delenv("TINKER_BASE_URL", raising=False)
     with pytest.raises(ConfigError, match=error):
-        evaluate(*words, options=Options(**options))
+        evaluate(*words, sampling=Sampling(**options))
 
 
 def test_folder_without_a_run_or_a_model_is_refused(tmp_path, monkeypatch):
@@ -72,8 +73,8 @@ def test_benchmark_on_local_data(tmp_path, monkeypatch, capsys, tiny_llama, pack
     (tmp_path / "local_sums.yaml").write_text(TASK.format(rows=rows))
     (tmp_path / "sums.py").write_text(INSPECT.format(rows=str(rows)))
     name = {"lm_eval": "local_sums", "inspect_ai": "sums.py@local_sums"}[package]
-    options = Options(include=tmp_path, samples=2, temperature=1.0, max_tokens=4)
-    evaluate("tiny", name, "service.engine=fake", f"service.source={tiny_llama}", options=options, json_=True)
+    sampling = Sampling(include=tmp_path, samples=2, temperature=1.0, max_tokens=4)
+    evaluate("tiny", name, "service.engine=fake", f"service.source={tiny_llama}", sampling=sampling, json_=True)
     scores = json.loads(capsys.readouterr().out)
     assert {row["measure"] for row in scores} >= {"avg@2", "pass@2"}
     assert {row["problems"] for row in scores} == {3}

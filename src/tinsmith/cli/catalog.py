@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from tinsmith.engine.config import DEFAULT_MODEL
 from tinsmith.errors import ConfigError
-from tinsmith.extras import require_torch
+from tinsmith.imports import require_torch
 
 POLL_S = 0.5
 

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from tinsmith.cli.run_file import Config, FileAndOverrides, PluginDir, file_and_overrides, read_with_notes, with_plugins
 from tinsmith.errors import ConfigError, Unreachable
-from tinsmith.extras import has_torch
+from tinsmith.imports import has_torch
 from tinsmith.plurals import counted
 from tinsmith.terminal import new_console
 
@@ -91,7 +91,7 @@ def _parts_lines(run: RunConfig, *, gradients: bool) -> Iterator[str]:
 
 def _loss_lines(stage: RunConfig, *, gradients: bool) -> Iterator[str]:
     """Try the policy loss of a stage. Raises ConfigError if it fails, or if its gradient is not that of its value."""
-    from tinsmith.extras import require_torch
+    from tinsmith.imports import require_torch
     from tinsmith.rl.algorithms.gradient_check import check_gradient, try_loss
 
     algorithm = stage.algorithm

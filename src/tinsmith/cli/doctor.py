@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from tinsmith.errors import TinsmithError
-from tinsmith.extras import has_torch, require_torch
+from tinsmith.imports import has_torch, require_torch
 from tinsmith.plurals import counted
 from tinsmith.service.config import ServeConfig
 

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from tinsmith.errors import ConfigError
+from tinsmith.rl.evaluation.endpoint import Endpoint, Sampling
 from tinsmith.terminal import new_console
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from tinsmith.rl.config import RunConfig
-    from tinsmith.rl.evaluation.endpoint import Endpoint, Sampling
     from tinsmith.rl.evaluation.scores import Scores
 
 Words = Annotated[
@@ -37,34 +37,12 @@ Words = Annotated[
         allow_leading_hyphen=False,
     ),
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How benchmarks are sampled.
-
-    Example: Options(samples=4, temperature=0.7, limit=100)
-    """
-
-    samples: int = 1
-    """Answers to each problem; several report avg@k, pass@k and maj@k."""
-    temperature: float | None = None
-    """Sampling temperature. Default: the benchmark's own, mostly 0."""
-    max_tokens: int | None = None
-    """Largest number of tokens in an answer. Default: the benchmark's own."""
-    limit: int | None = None
-    """Take only the first so many problems of each benchmark."""
-    chat: bool = False
-    """Send the prompts of lm-evaluation-harness through the model's chat template."""
-    include: Path | None = None
-    """Folder with tasks of your own for lm-evaluation-harness (YAML), which may name local data."""
-    seed: int = 0
-    """Seed of the answers and the intervals."""
+_DEFAULTS = Sampling()
 
 
 def evaluate(
     *words: Words,
-    options: Annotated[Options, Parameter(name="*")] = Options(),
+    sampling: Annotated[Sampling, Parameter(name="*")] = _DEFAULTS,
     alone: Annotated[bool, Parameter(negative="")] = False,
     out: Path | None = None,
     json_: Annotated[bool, Parameter(name="--json", negative="")] = False,
@@ -86,7 +64,8 @@ def evaluate(
     from tinsmith.rl.evaluation import scores
 
     target, benchmarks, overrides = _parsed(words)
-    sampling, console = _sampling(options), new_console(stderr=True, soft_wrap=True)
+    sampling.check()
+    console = new_console(stderr=True, soft_wrap=True)
     with ExitStack() as stack:
         endpoint, weights = _endpoint(stack, target, overrides, console)
         names = [endpoint.model] if not weights else [weights] if alone else [endpoint.model, weights]
@@ -116,28 +95,6 @@ def _parsed(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
             "For a run file's own evaluation: tinsmith run FILE mode=bench.",
         )
     return target, benchmarks, overrides
-
-
-def _sampling(options: Options) -> Sampling:
-    from tinsmith.rl.evaluation.endpoint import Sampling
-
-    for name, least in (("samples", 1), ("limit", 1), ("max_tokens", 1), ("temperature", 0)):
-        value = options.__getattribute__(name)
-        if value is not None and value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}.", f"Give {least} or more.")
-    if options.samples > 1 and not options.temperature:
-        raise ConfigError("--samples above 1 needs --temperature above 0: greedy answers are identical.")
-    if options.include is not None and not options.include.is_dir():
-        raise ConfigError(f"--include: there is no folder {options.include}.")
-    return Sampling(
-        attempts=options.samples,
-        temperature=options.temperature,
-        max_tokens=options.max_tokens,
-        limit=options.limit,
-        chat=options.chat,
-        include=options.include,
-        seed=options.seed,
-    )
 
 
 def _scores(endpoint: Endpoint, benchmarks: Sequence[str], sampling: Sampling, console: Console) -> Scores:

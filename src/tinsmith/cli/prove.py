@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from tinsmith.extras import require_torch
+from tinsmith.imports import require_torch
 
 if TYPE_CHECKING:
     from tinsmith.service.config import ServeConfig

@@ -15,7 +15,7 @@ from cyclopts import Parameter
 
 from tinsmith.engine.memory_plan import GB, Gpu, MemoryPlan
 from tinsmith.errors import ConfigError
-from tinsmith.extras import require_torch
+from tinsmith.imports import require_torch
 from tinsmith.overrides import COMMAND_LINE
 from tinsmith.service.config import ServeConfig
 from tinsmith.settings import Settings, build, read_values

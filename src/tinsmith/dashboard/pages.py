@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 from tinsmith.dashboard.access import Access, cookie_of
+from tinsmith.plurals import display_bytes, display_seconds
 from tinsmith.rl.history.rollout_html import STYLE
 
 
@@ -92,20 +93,9 @@ def plain(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def size(count: float) -> str:
-    """Bytes in a fitting unit."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count:.0f} B"
-
-
 def duration(seconds: float) -> str:
-    """Seconds in a fitting unit."""
-    for unit, factor in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= factor:
-            return f"{seconds / factor:.1f} {unit}"
-    return f"{seconds:.0f} s"
+    """Seconds in a fitting unit, with a digit after the point."""
+    return display_seconds(seconds, digits=1)
 
 
 def age(moment_s: float) -> str:
@@ -137,5 +127,5 @@ def query(values: Mapping[str, Any]) -> str:
 
 
 FILTERS = {
-    each.__name__: each for each in (number, signed, exact, whole, plain, size, duration, age, moment, at, pair, query)
-}
+    each.__name__: each for each in (number, signed, exact, whole, plain, duration, age, moment, at, pair, query)
+} | {"size": display_bytes}

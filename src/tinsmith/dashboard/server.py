@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import secrets
 import socket
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import uvicorn
 
 from tinsmith.dashboard.access import Access, Logins, accepts_only, is_loopback
 from tinsmith.dashboard.app import Sources, create_app
-from tinsmith.errors import ConfigError
+from tinsmith.http_common import listen
 
 _GRACE_S = 1
 
@@ -36,7 +35,8 @@ def serve(config: DashboardConfig, sources: Sources, announce: Callable[[str, st
     path = f"/{config.path.strip('/')}" if config.path.strip("/") else ""
     is_open = is_loopback(config.host) and not config.key
     made = "" if is_open or config.key else secrets.token_urlsafe(24)
-    with _listen(config) as listener:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with listen(config.host, config.port, family) as listener:
         host, port = (f"[{config.host}]" if ":" in config.host else config.host), listener.getsockname()[1]
         access = Access(
             accepts=accepts_only(config.key or made),
@@ -60,17 +60,3 @@ def serve(config: DashboardConfig, sources: Sources, announce: Callable[[str, st
             )
         )
         server.run([listener])
-
-
-def _listen(config: DashboardConfig) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        return socket.create_server((config.host, config.port), family=family)
-    except OSError as error:
-        reason = str(error.strerror).partition(" (while attempting")[0]
-        raise ConfigError(
-            f"Cannot listen on {config.host}:{config.port}: {reason}.",
-            "Give another --port; 0 takes a free one."
-            if error.errno == errno.EADDRINUSE
-            else "Give a --host of this machine, or another --port.",
-        ) from error

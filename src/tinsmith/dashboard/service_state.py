@@ -13,6 +13,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tinsmith.errors import ConfigError
+from tinsmith.http_common import refusal
 
 _TIMEOUT_S = 10.0
 _SAMPLES = 720
@@ -135,15 +136,8 @@ class ServiceClient:
                 f"No server responds at {self.url}: {reason}.", "Start it, or give another URL."
             ) from error
         if response.is_error:
-            raise ConfigError(_detail(response, self.url), "The pages of a service need an admin key.")
+            raise ConfigError(refusal(response, f"{self.url}{path}"), "The pages of a service need an admin key.")
         return response
-
-
-def _detail(response: httpx.Response, url: str) -> str:
-    try:
-        return str(response.json()["detail"])
-    except (ValueError, KeyError, TypeError):
-        return f"{url}{response.request.url.path} responds with status {response.status_code}; is it a Tinsmith server?"
 
 
 def _samples(text: str) -> Iterator[tuple[str, Mapping[str, str], float]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from pydantic import model_validator
+from typing_extensions import override
 
 from tinsmith.rl.plugins import (
     KINDS,
@@ -43,10 +43,9 @@ class CustomCallback(CustomPart):
     kind: ClassVar[Kind] = "callback"
     type: Literal["custom"] = "custom"
 
-    @model_validator(mode="after")
-    def _check_path(self) -> CustomCallback:
+    @override
+    def check_code(self) -> None:
         _ = self._target
-        return self
 
     @cached_property
     def _target(self) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from pydantic import model_validator
+from typing_extensions import override
 
 from tinsmith.rl.plugins import CustomPart, Kind, await_if_needed, path_text
 from tinsmith.rl.policy.sampling import Snapshot, request_seed
@@ -31,10 +31,9 @@ class CustomEvaluation(CustomPart):
     name: str = ""
     """Name in metrics. Empty: the name of the type, or of the function."""
 
-    @model_validator(mode="after")
-    def _check_path(self) -> CustomEvaluation:
+    @override
+    def check_code(self) -> None:
         _ = self._function
-        return self
 
     @property
     def title(self) -> str:

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, PlainSerializer, ValidationError
+from pydantic import Field, PlainSerializer, ValidationError, model_validator
 
 from tinsmith import imports
 from tinsmith.errors import ConfigError, TinsmithError
@@ -279,12 +279,20 @@ def _argument_fault(
     if passed_twice := sorted(args.keys() & first.keys() & keywords.keys()):
         return f"{path}: the run itself passes '{passed_twice[0]}'; leave it out"
     names = [name for name in keywords if name not in first]
-    takes = f"It takes: {', '.join(names)}" if names else "It takes no arguments"
     if unknown := sorted(args.keys() - keywords.keys()):
-        suggestion = did_you_mean(unknown[0], [*names, *other_keys])
-        return " ".join(filter(None, (f"{path} has no argument '{unknown[0]}'.", suggestion, takes)))
+        return _unknown_argument(path, unknown[0], names, other_keys)
     missing = [name for name in names if keywords[name].default is inspect.Parameter.empty and name not in args]
-    return f"{path} needs the argument '{missing[0]}'. {takes}" if missing else f"{path}: {otherwise}"
+    return f"{path} needs the argument '{missing[0]}'. {_takes(names)}" if missing else f"{path}: {otherwise}"
+
+
+def _unknown_argument(path: str, name: str, names: Sequence[str], other_keys: Sequence[str]) -> str:
+    """The sentences about an argument that code does not have; it has those of `names`."""
+    suggestion = did_you_mean(name, [*names, *other_keys])
+    return " ".join(filter(None, (f"{path} has no argument '{name}'.", suggestion, _takes(names))))
+
+
+def _takes(names: Sequence[str]) -> str:
+    return f"It takes: {', '.join(names)}" if names else "It takes no arguments"
 
 
 async def await_if_needed(value: Any) -> Any:
@@ -323,10 +331,7 @@ def named_arguments(
     unknown = sorted(args.keys() - parameters.keys()) if not takes_all else []
     if unknown:
         options = [name for name in parameters if name not in taken]
-        suggestion = did_you_mean(unknown[0], [*options, *other_keys])
-        takes = f"It takes: {', '.join(options)}" if options else "It takes no arguments"
-        fault = " ".join(filter(None, (f"{path} has no argument '{unknown[0]}'.", suggestion, takes)))
-        raise ValueError(f"{fault}{_see(function)}")
+        raise ValueError(f"{_unknown_argument(path, unknown[0], options, other_keys)}{_see(function)}")
     return taken
 
 
@@ -371,6 +376,14 @@ class CustomPart(Settings):
     also the object itself."""
     args: Arguments = Field(default_factory=dict)
     """Keyword arguments of the code, or fields of its settings class."""
+
+    @model_validator(mode="after")
+    def _check_code(self) -> Self:
+        self.check_code()
+        return self
+
+    def check_code(self) -> None:
+        """Raise ValueError if the code at the path cannot be this part."""
 
     @property
     def label(self) -> str:

@@ -20,7 +20,8 @@ from prometheus_client.core import Metric
 
 from tinsmith.chat.tokenizer import TokenizerCache
 from tinsmith.errors import ConfigError, TinsmithError
-from tinsmith.extras import require_torch
+from tinsmith.http_common import listen
+from tinsmith.imports import require_torch
 from tinsmith.service.app import DASHBOARD_PATH, Dashboard, create_app
 from tinsmith.service.base_models import BaseModels
 from tinsmith.service.budgets.activity import SessionActivity
@@ -36,7 +37,7 @@ from tinsmith.service.drain import Drain
 from tinsmith.service.engines.clusters import engine_factory, transfer_of
 from tinsmith.service.engines.host import EngineFactory, EngineHost, starting_after
 from tinsmith.service.engines.queue_view import QueueEntry
-from tinsmith.service.http.serving import HttpServer, Shutdown, listen
+from tinsmith.service.http.serving import HttpServer, Shutdown
 from tinsmith.service.limits.bodies import LargeBodies
 from tinsmith.service.limits.connections import Connections
 from tinsmith.service.limits.decoders import Decoders
@@ -111,7 +112,7 @@ async def _serve(
     on_ready: Callable[[str, str], None] | None,
     dashboard: Dashboard | None,
 ) -> None:
-    listener = listen(config)
+    listener = listen(config.host, config.port)
     url = f"http://{config.host}:{listener.getsockname()[1]}"
     loaded: asyncio.Future[TinsmithError | None] = asyncio.get_running_loop().create_future()
     async with run_service(config, start, loaded.set_result) as service:

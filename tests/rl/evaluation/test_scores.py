@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from tinsmith.errors import ConfigError, Unreachable, UserError
+from tinsmith.imports import require
 from tinsmith.rl.evaluation import inspect_tasks, lm_harness
-from tinsmith.rl.evaluation.endpoint import require, translated
+from tinsmith.rl.evaluation.endpoint import translated
 from tinsmith.rl.evaluation.scores import Attempt, estimates, measures, print_table
 
 

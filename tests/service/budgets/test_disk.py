@@ -13,7 +13,8 @@ from sqlalchemy import event
 
 from tests.service.support.inprocess import api, pass_body, trained, until
 from tinsmith.errors import Busy
-from tinsmith.service.budgets.disk import DiskMonitor, display_bytes
+from tinsmith.plurals import display_bytes
+from tinsmith.service.budgets.disk import DiskMonitor
 from tinsmith.service.storage.records import Checkpoint, Model
 
 MB = 1 << 20

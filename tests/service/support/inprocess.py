@@ -20,10 +20,11 @@ from tinsmith.engine.base import AdamParams, OnDelta, Pass, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.errors import EngineDied
+from tinsmith.http_common import listen
 from tinsmith.service.app import create_app
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.engines.host import EngineFactory, RunningEngine
-from tinsmith.service.http.serving import HttpServer, listen
+from tinsmith.service.http.serving import HttpServer
 from tinsmith.service.server import run_service
 from tinsmith.service.service import Service
 from tinsmith.service.tenancy.keys import create_key
@@ -178,7 +179,10 @@ async def api(
 @asynccontextmanager
 async def served_port(service: Service) -> AsyncIterator[str]:
     """The URL of a service that runs here, on a port of its own."""
-    listener, server = listen(service.config), HttpServer(create_app(service), service.connections)
+    listener, server = (
+        listen(service.config.host, service.config.port),
+        HttpServer(create_app(service), service.connections),
+    )
     serving = asyncio.create_task(server.serve([listener]))
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"

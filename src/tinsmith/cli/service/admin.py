@@ -12,6 +12,8 @@ from cyclopts import App, Parameter
 
 from tinsmith.cli.machine import Server, server_address
 from tinsmith.errors import ConfigError
+from tinsmith.http_common import refusal
+from tinsmith.plurals import display_bytes, display_seconds
 from tinsmith.terminal import new_console
 
 if TYPE_CHECKING:
@@ -48,12 +50,12 @@ def sessions(
             each["session_id"],
             each["owner"],
             each["display_name"] or "",
-            f"{_duration(each['seen_s'])} ago",
+            f"{display_seconds(each['seen_s'])} ago",
             _models(each["models"]),
             each["sampling_sessions"],
             each["versions"],
             each["checkpoints"],
-            _size(each["disk_bytes"]),
+            display_bytes(each["disk_bytes"]),
             each["ended"] or "",
         )
         for each in answer["sessions"]
@@ -80,8 +82,8 @@ def queue(*, as_json: AsJson = False, server: Server | None = None) -> None:
             each["kind"],
             each["tokens"],
             "running" if each["running"] else f"{each['place']} before it",
-            _duration(each["waited_s"]),
-            "" if each["expected_s"] is None else f"about {_duration(each['expected_s'])}",
+            display_seconds(each["waited_s"]),
+            "" if each["expected_s"] is None else f"about {display_seconds(each['expected_s'])}",
         )
         for queue in answer["queues"]
         for each in queue["requests"]
@@ -144,11 +146,11 @@ def usage(*, as_json: AsJson = False, server: Server | None = None) -> None:
             each["owner"],
             each["sessions"],
             each["models"],
-            _size(each["memory_bytes"]),
+            display_bytes(each["memory_bytes"]),
             each["checkpoints"],
-            _size(each["checkpoint_bytes"]),
+            display_bytes(each["checkpoint_bytes"]),
             each["versions"],
-            _size(each["version_bytes"]),
+            display_bytes(each["version_bytes"]),
             each["unfinished_requests"],
         )
         for each in answer["tenants"]
@@ -194,11 +196,7 @@ def _call(method: str, path: str, server: Server | None) -> Any:
     except httpx.HTTPError as error:
         raise ConfigError(f"No server responds at {url}: {error}.", "Start one: tinsmith serve") from error
     if response.is_error:
-        try:
-            detail = str(response.json()["detail"])
-        except (ValueError, KeyError, TypeError):
-            detail = f"{url} responds with status {response.status_code}; is it a Tinsmith server?"
-        raise ConfigError(detail)
+        raise ConfigError(refusal(response, url))
     return response.json() if response.content else None
 
 
@@ -232,17 +230,3 @@ def _models(models: Sequence[dict[str, Any]]) -> str:
         f"{each['model_id'].rpartition(':')[2]} (rank {each['rank']}{'' if each['in_memory'] else ', on disk'})"
         for each in live
     )
-
-
-def _size(size: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size} B"
-
-
-def _duration(seconds: float) -> str:
-    for unit, factor in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= factor:
-            return f"{seconds / factor:.0f} {unit}"
-    return f"{seconds:.0f} s"

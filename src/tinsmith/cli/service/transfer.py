@@ -14,7 +14,8 @@ from cyclopts import Parameter
 
 from tinsmith.cli.machine import Server, server_address
 from tinsmith.errors import ConfigError
-from tinsmith.extras import require_torch
+from tinsmith.http_common import refusal
+from tinsmith.imports import require_torch
 from tinsmith.plurals import counted
 
 if TYPE_CHECKING:
@@ -268,11 +269,7 @@ def _request(method: str, address: str, key: str, *, to: Path | None = None, **c
     except httpx.HTTPError as error:
         raise ConfigError(f"No server responds at {address}: {error}.", "Start one: tinsmith serve") from error
     if response.is_error:
-        try:
-            detail = str(response.json()["detail"])
-        except (ValueError, KeyError, TypeError):
-            detail = f"{address} responds with status {response.status_code}; is it a Tinsmith server?"
-        raise ConfigError(detail)
+        raise ConfigError(refusal(response, address))
     return response
 
 

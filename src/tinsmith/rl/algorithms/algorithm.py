@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tinsmith.errors import ConfigError
-from tinsmith.extras import require_torch
+from tinsmith.imports import require_torch
 from tinsmith.rl.algorithms import loss_dispatch
 from tinsmith.rl.algorithms.advantages.base import Advantages, Trace, trace_from_trajectory, with_turn_returns
 from tinsmith.rl.algorithms.advantages.per_token import GaeAdvantage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import model_validator
+from typing_extensions import override
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.plugins import KINDS, CustomPart, Kind, import_object, path_text
@@ -26,13 +26,12 @@ class CustomAlgorithm(CustomPart):
 
     kind: ClassVar[Kind] = "algorithm"
 
-    @model_validator(mode="after")
-    def _check_path(self) -> CustomAlgorithm:
+    @override
+    def check_code(self) -> None:
         try:
             self.parts()
         except ConfigError as error:
             raise ValueError(str(error)) from error
-        return self
 
     def parts(self) -> dict[str, Any]:
         """What the function returns, with functions as `custom` parts. Raises ConfigError for anything else."""

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 from typing_extensions import override
 
 from tinsmith.errors import ConfigError
@@ -187,10 +187,9 @@ class CustomOrder(CustomPart):
     kind: ClassVar[Kind] = "order"
     type: Literal["custom"] = "custom"
 
-    @model_validator(mode="after")
-    def _check_path(self) -> CustomOrder:
+    @override
+    def check_code(self) -> None:
         _ = self.function
-        return self
 
     @cached_property
     def function(self) -> tuple[Callable[..., Any], tuple[str, ...]]:

@@ -16,7 +16,7 @@ from random import Random
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 from typing_extensions import override
 
 from tinsmith.errors import ConfigError
@@ -154,11 +154,10 @@ class CustomSource(CustomPart, GeneratedSource):
     kind: ClassVar[Kind] = "source"
     type: Literal["custom"] = "custom"
 
-    @model_validator(mode="after")
-    def _check_path(self) -> CustomSource:
+    @override
+    def check_code(self) -> None:
         if self.settings_of(GeneratedSource) is None:
             self.function_of()
-        return self
 
     @override
     def load(self) -> Sequence[Task]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +26,42 @@ class Endpoint:
     """Folder of the model's tokenizer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+CONCURRENCY = 32
+"""Open requests of a benchmark, at most."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a benchmark is sampled."""
+    """How benchmarks are sampled; the options of `tinsmith eval`.
 
-    attempts: int = 1
-    """Answers to each problem."""
+    Example: Sampling(samples=4, temperature=0.7, limit=100)
+    """
+
+    samples: int = 1
+    """Answers to each problem; several report avg@k, pass@k and maj@k."""
     temperature: float | None = None
-    """None: as the benchmark says."""
+    """Sampling temperature. Default: the benchmark's own, mostly 0."""
     max_tokens: int | None = None
+    """Largest number of tokens in an answer. Default: the benchmark's own."""
     limit: int | None = None
-    """The first so many problems; None: all."""
+    """Take only the first so many problems of each benchmark."""
     chat: bool = False
-    """Whether prompts of lm-evaluation-harness go through the model's chat template."""
+    """Send the prompts of lm-evaluation-harness through the model's chat template."""
     include: Path | None = None
-    """Folder with tasks of one's own for lm-evaluation-harness."""
-    concurrency: int = 32
+    """Folder with tasks of your own for lm-evaluation-harness (YAML), which may name local data."""
     seed: int = 0
+    """Seed of the answers and the intervals."""
 
-
-def require(package: str, extra: str, of: str) -> None:
-    """Raise ConfigError if a package is not installed."""
-    if find_spec(package) is None:
-        raise ConfigError(f"{of} needs {package}, which is not installed.", f"pip install 'tinsmith[{extra}]'")
+    def check(self) -> None:
+        """Raise ConfigError for a value that no benchmark can be sampled with."""
+        values = (("samples", self.samples, 1), ("limit", self.limit, 1), ("max-tokens", self.max_tokens, 1))
+        for name, value, least in (*values, ("temperature", self.temperature, 0)):
+            if value is not None and value < least:
+                raise ConfigError(f"--{name} is {value}.", f"Give {least} or more.")
+        if self.samples > 1 and not self.temperature:
+            raise ConfigError("--samples above 1 needs --temperature above 0: greedy answers are identical.")
+        if self.include is not None and not self.include.is_dir():
+            raise ConfigError(f"--include: there is no folder {self.include}.")
 
 
 def translated(work: Callable[[], Any], of: str) -> Any:

@@ -7,7 +7,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tinsmith.errors import UserError
-from tinsmith.rl.evaluation.endpoint import Endpoint, Sampling, require, translated
+from tinsmith.imports import require
+from tinsmith.rl.evaluation.endpoint import CONCURRENCY, Endpoint, Sampling, translated
 from tinsmith.rl.evaluation.scores import Attempt, Scores
 
 _GRADES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
@@ -33,10 +34,10 @@ def _run(name: str, endpoint: Endpoint, sampling: Sampling) -> Scores:
             name,
             model=model,
             limit=sampling.limit,
-            epochs=sampling.attempts,
+            epochs=sampling.samples,
             display="none",
             log_dir=folder,
-            max_connections=sampling.concurrency,
+            max_connections=CONCURRENCY,
             seed=sampling.seed,
             **{key: value for key, value in options.items() if value is not None},
         )

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.evaluation.endpoint import Endpoint, Sampling, require, translated
+from tinsmith.imports import require
+from tinsmith.rl.evaluation.endpoint import CONCURRENCY, Endpoint, Sampling, translated
 from tinsmith.rl.evaluation.scores import Attempt, Scores
 from tinsmith.settings import did_you_mean
 
@@ -48,7 +49,7 @@ def _run(name: str, endpoint: Endpoint, sampling: Sampling) -> Scores:
             bootstrap_iters=0,
             log_samples=True,
         )
-        for attempt in range(sampling.attempts)
+        for attempt in range(sampling.samples)
     ]
     return scores_of([each["samples"] for each in rounds])
 
@@ -61,7 +62,7 @@ def _model(endpoint: Endpoint, sampling: Sampling, attempt: int) -> dict[str, An
         "tokenizer": str(endpoint.tokenizer),
         "tokenizer_backend": "huggingface",
         "tokenized_requests": False,
-        "num_concurrent": sampling.concurrency,
+        "num_concurrent": CONCURRENCY,
         "seed": sampling.seed + attempt,
     }
 

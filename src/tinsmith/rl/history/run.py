@@ -88,18 +88,12 @@ class RunHistory:
     @property
     def comparison(self) -> list[dict[str, Any]]:
         """The rows of comparison.json; none if there is no such file."""
-        with suppress(OSError, ValueError):
-            rows = json.loads(self.layout.comparison.read_bytes())
-            return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-        return []
+        return _rows(self.layout.comparison)
 
     @property
     def results(self) -> list[dict[str, Any]]:
         """The metrics of each checkpoint of mode bench; none in other parts."""
-        with suppress(OSError, ValueError):
-            rows = json.loads(self.layout.results.read_bytes())
-            return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-        return []
+        return _rows(self.layout.results)
 
     @property
     def timeline(self) -> list[Any]:
@@ -131,6 +125,14 @@ class RunHistory:
             return []
         folders = sorted(file.parent for file in self.path.glob(f"[0-9][0-9]-*/{self.layout.settings.name}"))
         return [RunHistory(folder) for folder in folders]
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON file; none if it is missing or damaged."""
+    with suppress(OSError, ValueError):
+        rows = json.loads(file.read_bytes())
+        return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    return []
 
 
 def find_runs(folder: Path) -> list[RunHistory]:

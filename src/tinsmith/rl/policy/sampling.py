@@ -15,7 +15,8 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
-from pydantic import Field, StrictInt, field_validator, model_validator
+from pydantic import Field, StrictInt, field_validator
+from typing_extensions import override
 
 from tinsmith.chat.request import PromptTooLong
 from tinsmith.plurals import counted
@@ -34,12 +35,11 @@ class SamplingMethod(CustomPart):
     kind: ClassVar[Kind] = "sampling method"
     type: Literal["custom"] = "custom"
 
-    @model_validator(mode="after")
-    def _check_path(self) -> SamplingMethod:
+    @override
+    def check_code(self) -> None:
         if not inspect.iscoroutinefunction(import_object(self.path)):
             raise ValueError(f"{path_text(self.path)} is not an async function; define it with async def")
         _ = self._function
-        return self
 
     @cached_property
     def _function(self) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from typing_extensions import override
 
 from tinsmith.plurals import counted
@@ -34,12 +34,11 @@ class CustomReward(CustomPart, Reward):
     """Call the code in a worker process, with this time limit in seconds: it may then hang, crash or use too much
     memory (4 GiB) without harm to the run; its rollout fails. 0: call it in the run's process."""
 
-    @model_validator(mode="after")
-    def _check_path(self) -> CustomReward:
+    @override
+    def check_code(self) -> None:
         target = self._target
         if self.isolated and (isinstance(target, Reward) or not isinstance(self.path, str)):
             raise ValueError("isolated needs a function or a class with __call__, named by its import path")
-        return self
 
     @property
     @override

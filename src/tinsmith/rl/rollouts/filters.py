@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
+from typing_extensions import override
 
 from tinsmith.rl.plugins import CustomPart, Kind
 from tinsmith.rl.types import Group, Rollout, Termination, Trajectory
@@ -137,10 +138,9 @@ class CustomFilter(CustomPart):
     kind: ClassVar[Kind] = "filter"
     type: Literal["custom"] = "custom"
 
-    @model_validator(mode="after")
-    def _check_path(self) -> CustomFilter:
+    @override
+    def check_code(self) -> None:
         _ = self._function
-        return self
 
     @cached_property
     def _function(self) -> Callable[..., Any]:

@@ -6,19 +6,18 @@ import inspect
 from importlib.util import find_spec
 from typing import Literal
 
-from pydantic import model_validator
 from typing_extensions import override
 
 from tinsmith.rl.plugins import check_signature, import_object, path_text
 from tinsmith.rl.rewards.base import RewardValue
 from tinsmith.rl.types import Task
 from tinsmith.rl.workflows.base import WorkflowPolicy
-from tinsmith.rl.workflows.own_code import OwnCode
+from tinsmith.rl.workflows.user_code import UserWorkflow
 
 AGENT_ARGUMENTS = ("task", "client", "model")
 
 
-class AgentConfig(OwnCode):
+class AgentConfig(UserWorkflow):
     """A custom agent: an async function of (task, client, model) that is called once per rollout.
 
     `client` is an openai.AsyncOpenAI that samples the policy, so agent frameworks work as they are. The function may
@@ -27,15 +26,14 @@ class AgentConfig(OwnCode):
 
     type: Literal["agent"] = "agent"
 
-    @model_validator(mode="after")
-    def _check_path(self) -> AgentConfig:
+    @override
+    def check_code(self) -> None:
         if find_spec("openai") is None:
             raise ValueError("agents need the package openai: pip install 'tinsmith[agents]'")
         function, path = import_object(self.path), path_text(self.path)
         if not inspect.iscoroutinefunction(function):
             raise ValueError(f"{path} is not an async function; define it with async def")
         check_signature(function, path, AGENT_ARGUMENTS, self.args)
-        return self
 
     @property
     @override

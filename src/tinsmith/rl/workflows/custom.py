@@ -7,7 +7,6 @@ from collections.abc import Awaitable
 from functools import cached_property
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from pydantic import model_validator
 from typing_extensions import override
 
 from tinsmith.rl.plugins import KINDS, check_signature, import_object, path_text, validated
@@ -23,10 +22,10 @@ from tinsmith.rl.workflows.base import (
     WorkflowPolicy,
 )
 from tinsmith.rl.workflows.multi_turn import Environment, MultiTurnConfig
-from tinsmith.rl.workflows.own_code import OwnCode
+from tinsmith.rl.workflows.user_code import UserWorkflow
 
 
-class CustomConfig(OwnCode):
+class CustomConfig(UserWorkflow):
     """User code: an async function of (task, conversation), a class with an async method run(task, policy), an agent,
     an Environment, or a WorkflowOptions class.
 
@@ -38,12 +37,11 @@ class CustomConfig(OwnCode):
 
     type: Literal["custom"] = "custom"
 
-    @model_validator(mode="after")
-    def _check_path(self) -> CustomConfig:
+    @override
+    def check_code(self) -> None:
         target = self._target
-        if self.timeout is not None and isinstance(target, WorkflowOptions) and not isinstance(target, OwnCode):
+        if self.timeout is not None and isinstance(target, WorkflowOptions) and not isinstance(target, UserWorkflow):
             raise ValueError(f"{path_text(self.path)} has settings of its own, without timeout; use rollout.timeout")
-        return self
 
     @property
     @override
@@ -109,7 +107,7 @@ def _has_run(target: Any) -> bool:
     return issubclass(target, _RunsRollouts) if isinstance(target, type) else isinstance(target, _RunsRollouts)
 
 
-def workflow_class(code: Any) -> type[OwnCode]:
+def workflow_class(code: Any) -> type[UserWorkflow]:
     """The settings class of workflows for user code: an Environment, an agent, or any other."""
     if isinstance(code, type) and issubclass(code, Environment):
         return MultiTurnConfig

@@ -9,15 +9,15 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from typing_extensions import override
 
 from tinsmith.rl.plugins import await_if_needed, check_signature, import_object, path_text
 from tinsmith.rl.types import Task, Turn
 from tinsmith.rl.workflows.base import WorkflowPolicy
 from tinsmith.rl.workflows.conversation import Terminated
-from tinsmith.rl.workflows.own_code import OwnCode
 from tinsmith.rl.workflows.single_turn import with_system_message
+from tinsmith.rl.workflows.user_code import UserWorkflow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Environment:
         raise NotImplementedError
 
 
-class MultiTurnConfig(OwnCode):
+class MultiTurnConfig(UserWorkflow):
     """A conversation with a custom environment, a subclass of Environment that is created for each rollout. The
     rewards of its steps are added up, and to those of the run."""
 
@@ -76,15 +76,14 @@ class MultiTurnConfig(OwnCode):
     max_turns: int = Field(default=10, ge=1)
     """Maximum number of replies of a rollout."""
 
-    @model_validator(mode="after")
-    def _check_path(self) -> MultiTurnConfig:
+    @override
+    def check_code(self) -> None:
         target, path = import_object(self.path), path_text(self.path)
         if not (isinstance(target, type) and issubclass(target, Environment)):
             raise ValueError(
                 f"{path} is not a subclass of {Environment.__module__}.Environment; derive it from that class"
             )
         check_signature(target, path, ("task", "seed"), self.args)
-        return self
 
     @override
     async def rollout(self, task: Task, policy: WorkflowPolicy, seed: int) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinsmith.errors import Busy
+from tinsmith.plurals import display_bytes
 
 log = logging.getLogger(__name__)
 
@@ -126,11 +127,3 @@ class DiskMonitor:
     def _shortage(self) -> str:
         free, reserve = display_bytes(self._free_bytes), display_bytes(self._reserve_bytes)
         return f"{free} are free in {self._folder.name}, {reserve} are kept in reserve (disk_reserve)"
-
-
-def display_bytes(size: int) -> str:
-    """A size for people, as 1.5 GB."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size} B"

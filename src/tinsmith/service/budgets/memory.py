@@ -12,7 +12,7 @@ import os
 from collections.abc import Awaitable, Callable
 
 from tinsmith.engine.model.memory import free_bytes
-from tinsmith.service.budgets.disk import display_bytes
+from tinsmith.plurals import display_bytes
 
 log = logging.getLogger(__name__)
 

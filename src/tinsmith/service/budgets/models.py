@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from tinsmith.engine.base import LoraSpec, ModelCard
 from tinsmith.engine.memory_plan import BYTES_PER_PARAMETER
 from tinsmith.errors import Busy, Forbidden
-from tinsmith.plurals import counted
-from tinsmith.service.budgets.disk import display_bytes
+from tinsmith.plurals import counted, display_bytes
 
 SILENT_IDLE_S = 120.0
 """Seconds without a request after which a model whose client is silent is evicted."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,8 +12,6 @@ import uvicorn
 from starlette.types import ASGIApp
 from typing_extensions import override
 
-from tinsmith.errors import ConfigError
-from tinsmith.service.config import ServeConfig
 from tinsmith.service.limits.connections import KEEP_ALIVE_S, BoundedProtocol, Connections
 from tinsmith.service.observability.systemd import STOPPING, Notifier
 from tinsmith.service.service import Service
@@ -81,20 +77,3 @@ class Shutdown:
         if not await self._service.drain.run(DRAIN_S):
             log.info("Running work takes longer than %.0f s; the next server continues it.", DRAIN_S)
         self.stop()
-
-
-def listen(config: ServeConfig) -> socket.socket:
-    """The listening socket. Raises ConfigError if the port is in use or the host is not this machine's."""
-    try:
-        listener = socket.create_server((config.host, config.port), backlog=2048)
-    except OSError as error:
-        reason = str(error.strerror).partition(" (while attempting")[0]
-        raise ConfigError(
-            f"Cannot listen on {config.host}:{config.port}: {reason}.",
-            "Give another --port; 0 takes a free one."
-            if error.errno == errno.EADDRINUSE
-            else "Give a --host of this machine, or another --port.",
-        ) from error
-    # asyncio sets this only for sockets it makes; without it each response waits 40 ms for the client's delayed ACK.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import model_validator
 from typing_extensions import override
 
 from tinsmith.errors import ConfigError
@@ -60,10 +59,9 @@ class CustomAdvantage(CustomPart, Advantage):
     kind: ClassVar[Kind] = "advantage"
     type: Literal["custom"] = "custom"
 
-    @model_validator(mode="after")
-    def _check_path(self) -> CustomAdvantage:
+    @override
+    def check_code(self) -> None:
         _ = self._function
-        return self
 
     @cached_property
     def _function(self) -> Callable[..., Sequence[Any]]:

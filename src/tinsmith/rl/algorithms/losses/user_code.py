@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import model_validator
 from typing_extensions import override
 
 from tinsmith.plurals import counted
@@ -39,10 +38,9 @@ class CustomLoss(CustomPart, PolicyLoss):
     kind: ClassVar[Kind] = "loss"
     type: Literal["custom"] = "custom"
 
-    @model_validator(mode="after")
-    def _check_path(self) -> CustomLoss:
+    @override
+    def check_code(self) -> None:
         _ = self._own or self._function
-        return self
 
     @cached_property
     def _own(self) -> PolicyLoss | None:

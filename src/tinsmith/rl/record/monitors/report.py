@@ -6,7 +6,6 @@ end.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -24,6 +23,7 @@ from tinsmith.rl.diagnosis import diagnose
 from tinsmith.rl.history.chart_specs import ChartSpec, chart_specs
 from tinsmith.rl.history.metric_table import MetricTable
 from tinsmith.rl.history.rollout_html import STYLE, rollout_html
+from tinsmith.rl.history.run import RunHistory
 from tinsmith.rl.record import timeline
 from tinsmith.rl.record.layout import Kind, Layout
 from tinsmith.rl.record.metrics import measures_right
@@ -87,7 +87,7 @@ def write(info: RunInfo, refresh: float = 0.0) -> Path:
         diagnosis=diagnosis,
         cards=_cards(info, rows, diagnosis.updates),
         charts=[chart for chart in _charts(rows) if chart["svg"]],
-        comparison=_comparison(layout),
+        comparison=RunHistory(layout.path).comparison,
         timeline=timeline.svg(timeline.read(info.folder)),
         answers=_answers(layout),
         style=STYLE,
@@ -161,12 +161,6 @@ def _curve(table: MetricTable, spec: ChartSpec, name: str, label: str, number: i
         level = tuple((at, points[-1][1]) for at in span)
         return Curve(name="best constant answer", points=level, color=4, dashed=True)
     return Curve(name=label, points=points if spec.points else smooth(points), color=number % 4 + 1, dots=spec.points)
-
-
-def _comparison(layout: Layout) -> list[dict[str, Any]]:
-    """The rows of comparison.json, which a run writes at its end."""
-    file = layout.comparison
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
 
 
 def _answers(layout: Layout) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from pydantic import model_validator
 from typing_extensions import override
 
 from tinsmith.rl.plugins import KINDS, CustomPart, Kind, check_signature, import_object, named_arguments, path_text
@@ -36,10 +35,9 @@ class CustomMonitor(CustomPart):
     kind: ClassVar[Kind] = "monitor"
     type: Literal["custom"] = "custom"
 
-    @model_validator(mode="after")
-    def _check_path(self) -> CustomMonitor:
+    @override
+    def check_code(self) -> None:
         _ = self._target
-        return self
 
     @cached_property
     def _target(self) -> Any:

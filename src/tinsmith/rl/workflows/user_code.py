@@ -1,4 +1,4 @@
-"""OwnCode, the base class of workflows that are code of the user, selected by its import path."""
+"""UserWorkflow, the base class of workflows that are code of the user, selected by its import path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tinsmith.rl.plugins import CustomPart, Kind
 from tinsmith.rl.workflows.base import IndependentRollouts, Workflow, WorkflowContext, WorkflowOptions
 
 
-class OwnCode(CustomPart, WorkflowOptions):
+class UserWorkflow(CustomPart, WorkflowOptions):
     """Settings of a workflow that calls code of the user."""
 
     kind: ClassVar[Kind] = "workflow"
