@@ -17,11 +17,15 @@ HEALTHY = (
     "learns_with_filters", "short", "smol_good",
 )  # fmt: skip
 SICK: dict[str, dict[str, str]] = {
-    "all_wrong": {"no_update": "None of the 8 steps updated the weights: in all every reply was wrong (mean reward 0)"},
+    "all_wrong": {
+        "no_update": "None of the 8 steps updated the weights: in each of them, every reply was wrong (mean reward 0)"
+    },
     "all_right": {"no_update": "Use harder tasks in tasks.train"},
     "one_reward": {"no_update": "every reply to a task got the same reward (mean reward 0). Set group_size: 8"},
     "greedy": {"no_update": "Set sampling.temperature: 1;"},
-    "single_replies": {"few_updates": "Only 6 of 20 steps updated the weights: in 14 every reply was wrong"},
+    "single_replies": {
+        "few_updates": "Only 6 of 20 steps updated the weights: in 14 of the others, every reply was wrong"
+    },
     "cut": {"no_update": "100 % of the replies were cut off at sampling.max_tokens 4", "cut_off": "max_tokens: 8."},
     "cut_and_masked": {"cut_off": "34 % of the replies are cut off at sampling.max_tokens 6"},
     "filtered": {"no_update": "the filters dropped every group. Set filter_refills: 4"},

@@ -91,7 +91,8 @@ def findings(evidence: Evidence, signal: Signal, *, damaged: bool = False) -> It
     reason, count = missing.most_common(1)[0]
     if reason == Reason.ALL_RIGHT and trained and _was_solved(evidence):
         return
-    mostly = f"in {'all' if count == steps else count} {_explained(evidence, reason)}"
+    where = "each of them" if count == steps else f"{count} of {'the others' if trained else 'them'}"
+    mostly = f"in {where}, {_explained(evidence, reason)}"
     change = f"{lower_rate(evidence, 10)} Then start again." if damaged else _change(evidence, reason)
     if not trained:
         yield Finding(

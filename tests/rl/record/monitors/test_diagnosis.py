@@ -31,7 +31,9 @@ def test_console_prints_findings_as_they_arise_and_at_the_end(tmp_path):
     assert text.splitlines()[-2] == (
         "diagnosis: none of 8 steps updated the weights: equal rewards in every group in 8"
     )
-    assert text.splitlines()[-1].startswith("error: None of the 8 steps updated the weights: in all every reply to a")
+    assert text.splitlines()[-1].startswith(
+        "error: None of the 8 steps updated the weights: in each of them, every reply to a"
+    )
     assert "Set group_size: 8" in text.splitlines()[-1]
 
 
