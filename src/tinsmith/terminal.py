@@ -1,4 +1,4 @@
-"""Where commands and runs print."""
+"""Where commands and runs print, and the exit codes of a run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+STOPPED_EARLY = 75
+"""Exit code of a run that stopped before its last step and can be continued: EX_TEMPFAIL of sysexits.h."""
+TRAINED_NOTHING = 3
+"""Exit code of a run in which no step updated the weights."""
 NOTEBOOK_COLUMNS = 120
 """Width of the output of a cell."""
 

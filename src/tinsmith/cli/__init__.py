@@ -27,7 +27,7 @@ from tinsmith.cli.runner import StoppedEarly
 from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.plurals import counted
 from tinsmith.settings import did_you_mean
-from tinsmith.terminal import new_console
+from tinsmith.terminal import STOPPED_EARLY, TRAINED_NOTHING, new_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,10 +83,6 @@ app.register_install_completion_command(help="Install the completion of commands
 
 _TAKE_SETTINGS = ("run", "check", "debug", "config", "demo", "sweep")
 """Commands whose words may set keys of a run file."""
-STOPPED_EARLY = 75
-"""Exit code of a run that stopped before its last step and can be continued: EX_TEMPFAIL of sysexits.h."""
-TRAINED_NOTHING = 3
-"""Exit code of a run in which no step updated the weights."""
 
 Overrides = Annotated[
     str, Parameter(help="Settings that override the defaults, such as steps=20.", allow_leading_hyphen=False)

@@ -15,9 +15,10 @@ from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.record.layout import Layout
 from tinsmith.rl.sweep import results
 from tinsmith.rl.sweep.combinations import combinations
-from tinsmith.rl.sweep.control import STOPPED_EARLY, Halving, SweepRun
+from tinsmith.rl.sweep.control import Halving, SweepRun
 from tinsmith.rl.sweep.folder import Status, SweepFolder
 from tinsmith.rl.sweep.members import HELD_OUT_REWARD, Member, metric_of
+from tinsmith.terminal import STOPPED_EARLY, TRAINED_NOTHING
 
 STEPS = 8
 
@@ -34,7 +35,7 @@ class FakeRuns:
     """Processes that take a step each time the sweep sleeps; `reward` says what they measure."""
 
     def __init__(self, reward: Callable[[str, int], float], fails: tuple[str, ...] = ()) -> None:
-        self.reward, self.fails = reward, fails
+        self.reward, self.fails, self.last_code = reward, fails, 0
         self.running: dict[str, FakeRun] = {}
         self.started: list[str] = []
         self.servers: dict[str, str] = {}
@@ -77,7 +78,7 @@ class FakeRun:
             layout.path.mkdir(parents=True, exist_ok=True)
             with layout.metrics.open("a") as file:
                 file.write(json.dumps({"step": step, "eval/reward/mean": self.runs.reward(name, step)}) + "\n")
-            self.code = 0 if step == STEPS else None
+            self.code = self.runs.last_code if step == STEPS else None
 
     def poll(self) -> int | None:
         return self.code
@@ -138,6 +139,14 @@ def test_failed_run_ends_no_other(folder):
     statuses = sweep(folder, FakeRuns(by_rank, fails=("rank=8,seed=0",)), halving=HALVING)
     assert statuses["rank=8,seed=0"] == "failed"
     assert statuses["rank=8,seed=1"] == "finished"
+
+
+def test_run_that_learned_nothing_is_finished(folder):
+    """It would do the same again."""
+    runs, lines = FakeRuns(by_rank), list[str]()
+    runs.last_code = TRAINED_NOTHING
+    assert set(sweep(folder, runs, report=lines.append).values()) == {"finished"}
+    assert "rank=1,seed=0: finished, and has learned nothing" in lines
 
 
 @pytest.mark.parametrize("halving", [None, HALVING])

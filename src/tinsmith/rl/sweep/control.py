@@ -19,10 +19,9 @@ from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.sweep.folder import RunRecord, Status, SweepFolder, SweepRecord
 from tinsmith.rl.sweep.halving import Curve, Progress, kept_settings
 from tinsmith.rl.sweep.members import Member
+from tinsmith.terminal import STOPPED_EARLY, TRAINED_NOTHING
 
 POLL_SECONDS = 0.5
-STOPPED_EARLY = 75
-"""Exit code of a run that can be continued: EX_TEMPFAIL of sysexits.h."""
 _DONE = ("finished", "ended", "failed")
 
 
@@ -158,9 +157,9 @@ class SweepRun:
             del self._children[name]
             member, early = self._by_name()[name], name in self._stopping
             self._stopping.discard(name)
-            if code == 0:
+            if code in (0, TRAINED_NOTHING):
                 self._set(member, "finished")
-                self.report(f"{name}: finished")
+                self.report(f"{name}: finished{', and has learned nothing' if code else ''}")
             elif self._status(member) == "ended":
                 pass
             elif code == STOPPED_EARLY or (early and code < 0):
