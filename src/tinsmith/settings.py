@@ -140,6 +140,11 @@ class Settings(BaseModel):
         return ()
 
     @classmethod
+    def origin_of_types(cls, values: Mapping[str, Any], key: str) -> str:
+        """A sentence about where more types of the section at `key` come from; empty: there is nothing to add."""
+        return ""
+
+    @classmethod
     def suggestion(cls, key: str) -> str:
         """A sentence about an unknown key, before the nearest key is looked for; empty: none."""
         return ""
@@ -350,8 +355,7 @@ def _sentence(kind: type[BaseModel], fault: ErrorDetails, values: Mapping[str, A
             choices = [model for parent in parents for model in _models_under(parent, parts[-1])] or parents
             return key, f"'{key}' has no type. Add type: one of {', '.join(dict.fromkeys(map(_tag, choices)))}."
         case "union_tag_invalid":
-            more = kind.more_types(values, key) if issubclass(kind, Settings) else ()
-            return key, _no_such_type(key, fault, more)
+            return key, _no_such_type(key, fault, *_more_types(kind, values, key))
         case "value_error":  # raised by a validator here: the message is complete, and the input may hold a secret
             message = fault["msg"].removeprefix("Value error, ")
             return key, (f"'{key}': " if key else "") + message + ("" if message.endswith((".", "?")) else ".")
@@ -412,15 +416,25 @@ def _no_such_literal(
 ) -> str:
     """A sentence about an unknown type of a section whose only other types are a user's own; empty for other keys."""
     section = ".".join(parts[:-1])
-    more = kind.more_types(values, section) if parts[-1] == "type" and issubclass(kind, Settings) else ()
+    if parts[-1] != "type":
+        return ""
+    more, origin = _more_types(kind, values, section)
     context = {"tag": fault["input"], "expected_tags": _literals(fault).replace(" or ", ",")}
-    return _no_such_type(section, {**fault, "ctx": context}, more) if more else ""
+    return _no_such_type(section, {**fault, "ctx": context}, more, origin) if more or origin else ""
 
 
-def _no_such_type(key: str, fault: ErrorDetails, more: Sequence[str]) -> str:
+def _more_types(kind: type[BaseModel], values: Mapping[str, Any], key: str) -> tuple[Sequence[str], str]:
+    """Types of a section beside those of its union, and a sentence about where more come from."""
+    if not issubclass(kind, Settings):
+        return (), ""
+    return kind.more_types(values, key), kind.origin_of_types(values, key)
+
+
+def _no_such_type(key: str, fault: ErrorDetails, more: Sequence[str], origin: str) -> str:
     context = fault.get("ctx", {})
     tags = [*more, *(tag.strip(" '") for tag in str(context.get("expected_tags", "")).split(","))]
-    fix = did_you_mean(str(context.get("tag")), tags) or f"Known here: {', '.join(tags)}."
+    near = did_you_mean(str(context.get("tag")), tags)
+    fix = near or " ".join(filter(None, (f"Known here: {', '.join(tags)}.", origin)))
     return f"'{key}' has no type '{context.get('tag')}'. {fix}"
 
 

@@ -11,6 +11,7 @@ import pytest
 from tests.rl.scripted_run import rows, run, settings
 from tinsmith.dialects import read_run
 from tinsmith.errors import ConfigError
+from tinsmith.rl.config import RunConfig
 from tinsmith.settings import read
 
 REWARDS = '''
@@ -195,3 +196,27 @@ def test_plugins_are_beside_the_file_or_in_the_working_folder(folder, tmp_path, 
     with pytest.raises(ConfigError, match="there is no folder own"):
         read_run(Path("run.yaml"))
     assert read_run(Path("run.yaml"), ["plugins=../own"]).settings.plugins == "../own"
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        "rewards: [{type: mine}]",
+        "workflow: {type: mine}",
+        "filters: [{type: mine}]",
+        "callbacks: [{type: mine}]",
+        "monitors: [{type: mine}]",
+        "algorithm: {type: mine}",
+        "algorithm: {loss: {type: mine}}",
+        "algorithm: {advantage: {type: mine}}",
+        "sampling: {method: {type: mine}}",
+        "eval: {functions: [{type: mine}]}",
+        "tasks: {train: {type: mine}}",
+        "tasks: {train: {type: addition}, order: {type: mine}}",
+        "environments: [{type: mine}]",
+    ],
+)
+def test_unknown_type_without_plugins_names_the_key(tmp_path, section):
+    (tmp_path / "run.yaml").write_text(f"model: {{name: tiny}}\nsteps: 1\n{section}\n")
+    with pytest.raises(ConfigError, match=r"no type 'mine'.* plugins: FILE\.py\."):
+        read(RunConfig, tmp_path / "run.yaml")

@@ -33,10 +33,21 @@ def located(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 def type_names(values: Mapping[str, Any], key: str) -> list[str]:
     """The names that the plugins of a run file register as types of the section at `key`, such as rewards.0."""
-    kind, folder = kind_at([part for part in key.split(".") if not part.isdigit()]), values.get("plugins")
+    kind, folder = _kind_at_key(key), values.get("plugins")
     if kind is None or not folder:
         return []
     return sorted(name for registered, name in plugin_names(Path(str(folder))) if registered == kind)
+
+
+def origin_of_types(values: Mapping[str, Any], key: str) -> str:
+    """How types of one's own come to the section at `key`; empty where a section takes none, or plugins are set."""
+    if _kind_at_key(key) is None or values.get("plugins"):
+        return ""
+    return "To use a type of your own, name its file or folder: plugins: FILE.py."
+
+
+def _kind_at_key(key: str) -> Kind | None:
+    return kind_at([part for part in key.split(".") if not part.isdigit()])
 
 
 def plugin_names(folder: Path) -> Names:

@@ -66,6 +66,11 @@ class RunConfig(SettingsWithSections):
     def more_types(cls, values: Mapping[str, Any], key: str) -> Sequence[str]:
         return plugin_files.type_names(values, key)
 
+    @classmethod
+    @override
+    def origin_of_types(cls, values: Mapping[str, Any], key: str) -> str:
+        return plugin_files.origin_of_types(values, key)
+
     @property
     def runs(self) -> tuple[RunConfig, ...]:
         """The runs to make: those of the stages, or this one."""
