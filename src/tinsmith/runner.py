@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -25,6 +27,7 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.rl.diagnosis import Diagnosis, diagnose
 from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.guards import event_loop
+from tinsmith.rl.history import RunHistory, data_folder
 from tinsmith.rl.policy.sdk import capabilities
 from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.rl.policy.tinker import TinkerTrainer
@@ -202,6 +205,7 @@ def server(settings: RunConfig) -> Iterator[tuple[str, str]]:
             f"mode {settings.mode} is one of two processes and needs a server that both can reach.",
             "Start one with tinsmith serve, and set TINKER_BASE_URL and TINKER_API_KEY for both.",
         )
+    check_checkpoints(settings)
     if settings.service.engine == "fake":
         sys.stderr.write("note: service.engine is fake: a dry run without a model; its replies are random tokens\n")
     service = own_service(settings)
@@ -210,6 +214,44 @@ def server(settings: RunConfig) -> Iterator[tuple[str, str]]:
         time.sleep(0.1)  # the service of a run that was killed has noticed it, and is ending
     with embedded(service) as (url, key):
         yield url, key
+
+
+def check_checkpoints(settings: RunConfig) -> None:
+    """Raise ConfigError for a checkpoint of another server, where the run is to start a service, which has none yet."""
+    if _address(settings) or own_service(settings).data.exists():
+        return
+    if settings.resume_from.endswith(".json"):
+        folder = Path(settings.resume_from).expanduser().parent.parent
+        if data := data_folder(RunHistory(folder)):
+            raise ConfigError(
+                f"resume_from: {settings.resume_from} is a checkpoint of the service that the run in {folder} started; "
+                "this run would start another one.",
+                f"Serve it: tinsmith serve --data {data} --model {settings.model.name}; then set TINKER_BASE_URL for "
+                f"this run, and TINKER_API_KEY to the key in {data}/api-key.",
+            )
+    for key, path in _checkpoints_in(settings.model_dump(mode="json", exclude_defaults=True)):
+        raise ConfigError(
+            f"{key}: {path} is a checkpoint of a server, and this run would start a service of its own without any.",
+            "Set TINKER_BASE_URL and TINKER_API_KEY to the server that has it. Of a run that started its own: "
+            "tinsmith serve --data FOLDER/service.",
+        )
+
+
+_CHECKPOINT = re.compile(r"tinker://[^/\s]+/(sampler_)?weights/\S+")
+
+
+def _checkpoints_in(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Keys of settings and the checkpoints of the run's server that they name; arguments of one's own code, and
+    sections with a server of their own, may mean others."""
+    if isinstance(values, str) and _CHECKPOINT.fullmatch(values):
+        yield key, values
+    elif isinstance(values, list):
+        for number, value in enumerate(values):
+            yield from _checkpoints_in(value, f"{key}.{number}")
+    elif isinstance(values, dict) and not values.get("base_url"):
+        for name, value in values.items():
+            if name not in ("args", "data"):
+                yield from _checkpoints_in(value, f"{key}.{name}".removeprefix("."))
 
 
 def takes_images(settings: RunConfig) -> bool | None:

@@ -233,13 +233,13 @@ def _print_results(settings: RunConfig, state: State, console: Console) -> None:
     from tinsmith.rl.record import comparison
     from tinsmith.rl.record.layout import Layout
     from tinsmith.rl.run.parts import folder_path
-    from tinsmith.runner import own_service
+    from tinsmith.runner import own_service, starts_service
 
     layout, service = Layout(folder_path(settings)), own_service(settings)
     comparison.print_tables(console, comparison.read(layout.path))
     places: list[tuple[str, Any]] = [("report", layout.report), ("metrics", layout.metrics)]
     places += [("weights", f"{state.sampling_path}{_of_best(settings, state)}"), ("resume from", state.path)]
-    if service.data.is_dir():
+    if starts_service(settings) and service.data.is_dir():
         dry_run = " engine=fake" if service.engine == "fake" else ""
         places.append(("serve with", f"tinsmith serve --data {service.data} --model {service.models[0]}{dry_run}"))
     for name, place in places:

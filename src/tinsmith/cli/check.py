@@ -59,10 +59,12 @@ def check(
 
 
 def _check_packages(run: RunConfig) -> None:
-    """Note that a run without a server needs PyTorch. Raises ConfigError for a loss that needs it, if it is missing."""
+    """Note that a run without a server needs PyTorch. Raises ConfigError for a loss that needs it, if it is missing, and
+    for a checkpoint of another server."""
     from tinsmith.rl.algorithms.algorithm import check_packages
-    from tinsmith.runner import starts_service
+    from tinsmith.runner import check_checkpoints, starts_service
 
+    check_checkpoints(run)
     for stage in run.runs:
         if stage.mode not in ("explore", "bench"):
             check_packages(stage.algorithm, stage.updates)

@@ -1,0 +1,68 @@
+"""A run that starts a service of its own: checkpoints that this service cannot have are refused before it starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tinsmith.errors import ConfigError
+from tinsmith.rl.config import RunConfig
+from tinsmith.runner import check_checkpoints, server
+
+STATE, SAMPLER = "tinker://abc:train:0/weights/step-000003", "tinker://abc:train:0/sampler_weights/final"
+
+
+def settings(folder: Path, **values: object) -> RunConfig:
+    base: dict[str, object] = {"model": {"name": "tiny"}, "tasks": {"train": {"type": "addition"}}, "steps": 4}
+    rewards = {"rewards": [{"type": "closeness"}]}
+    return RunConfig.model_validate({**base, **rewards, "folder": str(folder / "branch"), **values})
+
+
+@pytest.fixture(autouse=True)
+def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TINKER_BASE_URL", raising=False)
+
+
+@pytest.fixture
+def state_file(tmp_path: Path) -> Path:
+    (tmp_path / "first" / "service" / "checkpoints").mkdir(parents=True)
+    file = tmp_path / "first" / "checkpoints" / "step-000003.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"step": 3, "path": STATE}))
+    return file
+
+
+def test_state_file_of_another_service_is_refused(tmp_path, state_file):
+    run = settings(tmp_path, resume_from=str(state_file))
+    with pytest.raises(ConfigError, match="is a checkpoint of the service that the run in") as caught, server(run):
+        pass
+    assert f"tinsmith serve --data {tmp_path / 'first' / 'service'} --model tiny;" in caught.value.hint
+    assert not (tmp_path / "branch").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("resume_from", {"resume_from": STATE}),
+        ("model.load_from", {"model": {"name": "tiny", "load_from": STATE}}),
+        ("algorithm.teacher", {"algorithm": {"type": "on_policy_distill", "teacher": SAMPLER}}),
+        ("rewards.0.model", {"rewards": [{"type": "judge", "model": SAMPLER}]}),
+        ("bench.checkpoints.0", {"mode": "bench", "bench": {"checkpoints": [SAMPLER]}}),
+    ],
+)
+def test_checkpoint_of_a_server_is_refused(tmp_path, key, values):
+    with pytest.raises(ConfigError, match=rf"^{key}: tinker://.* without any"):
+        check_checkpoints(settings(tmp_path, **values))
+
+
+def test_checkpoints_that_may_exist_are_accepted(tmp_path, state_file, monkeypatch):
+    judge = {"type": "judge", "model": SAMPLER, "base_url": "http://127.0.0.1:1/v1"}
+    check_checkpoints(settings(tmp_path, rewards=[judge]))
+    run = settings(tmp_path, resume_from=str(state_file))
+    (tmp_path / "branch" / "service").mkdir(parents=True)  # the run has begun
+    check_checkpoints(run)
+    (tmp_path / "branch" / "service").rmdir()
+    monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:1")
+    check_checkpoints(run)
