@@ -159,7 +159,7 @@ def connecting_to(
 
     def connecting(stage: RunConfig) -> Connect:
         async def connect(state: str, version: int) -> TinkerTrainer:
-            with waiting(console, _awaited(settings, stage.model.name)):
+            with waiting(console, _awaited(settings, stage.model.name, started=bool(addresses))):
                 if not addresses:
                     addresses.append(await asyncio.to_thread(stack.enter_context, server(settings)))
                 base_url, api_key = addresses[0]
@@ -172,9 +172,9 @@ def connecting_to(
     return connecting
 
 
-def _awaited(settings: RunConfig, model: str) -> str:
-    """What a run waits for before its first step."""
-    if _address(settings):
+def _awaited(settings: RunConfig, model: str, *, started: bool) -> str:
+    """What a run, or a stage of it, waits for before its first step. `started`: its own service runs."""
+    if started or _address(settings):
         return f"Connecting to {escape(model)}"
     log = own_service(settings).data / "serve.log"
     return f"Starting a service with {escape(model)}, downloaded if necessary; its log is {escape(str(log))}"

@@ -235,6 +235,8 @@ def test_stages_run_in_order_on_one_server_and_resume(work, tiny_llama):
     words = ("run", str(example), "folder=runs/staged", "groups_per_step=2", "group_size=2", *small)
     first = tinsmith(work, *words, "stages.1.steps=1")
     assert first.returncode == 0, first.stderr
+    assert first.stdout.count("Starting a service") == 1
+    assert re.search(r"serve with  tinsmith serve --data \S*runs/staged/service ", first.stdout)
     again = tinsmith(work, *words, "stages.1.steps=3")
     assert again.returncode == 0, again.stderr
     assert "stage 2 of 2: grpo" in again.stdout

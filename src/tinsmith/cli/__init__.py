@@ -230,6 +230,7 @@ def _print_error(error: TinsmithError, console: Console) -> None:
 
 def _print_results(settings: RunConfig, state: State, console: Console) -> None:
     """Print where the report, the metrics and the weights are, and how to serve them."""
+    from tinsmith.rl.history import RunHistory, data_folder
     from tinsmith.rl.record import comparison
     from tinsmith.rl.record.layout import Layout
     from tinsmith.rl.run.parts import folder_path
@@ -239,9 +240,9 @@ def _print_results(settings: RunConfig, state: State, console: Console) -> None:
     comparison.print_tables(console, comparison.read(layout.path))
     places: list[tuple[str, Any]] = [("report", layout.report), ("metrics", layout.metrics)]
     places += [("weights", f"{state.sampling_path}{_of_best(settings, state)}"), ("resume from", state.path)]
-    if starts_service(settings) and service.data.is_dir():
+    if starts_service(settings) and (data := data_folder(RunHistory(layout.path))):
         dry_run = " engine=fake" if service.engine == "fake" else ""
-        places.append(("serve with", f"tinsmith serve --data {service.data} --model {service.models[0]}{dry_run}"))
+        places.append(("serve with", f"tinsmith serve --data {data} --model {service.models[0]}{dry_run}"))
     for name, place in places:
         console.print(f"[dim]{name:>11}[/]  {_plain(str(place))}", highlight=False, soft_wrap=True)
 

@@ -59,8 +59,8 @@ def check(
 
 
 def _check_packages(run: RunConfig) -> None:
-    """Note that a run without a server needs PyTorch. Raises ConfigError for a loss that needs it, if it is missing, and
-    for a checkpoint of another server."""
+    """Note that a run without a server needs PyTorch. Raises ConfigError for a loss that needs it, if it is missing,
+    and for a checkpoint of another server."""
     from tinsmith.rl.algorithms.algorithm import check_packages
     from tinsmith.runner import check_checkpoints, starts_service
 

@@ -108,6 +108,13 @@ def test_card_has_figures_of_its_checkpoint_only(tmp_path: Path) -> None:
     assert "not evaluated" in model_card(find_checkpoint(run, "4"), library="peft")
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_card_names_the_sources_of_demonstrations(tmp_path: Path, several: bool) -> None:
+    data = {"type": "jsonl", "path": "dates.jsonl"}
+    run = write_run(tmp_path, demonstrations={"data": [data] if several else data, "per_step": 4})
+    assert "- demonstrations: `jsonl`, `dates.jsonl`\n" in model_card(find_checkpoint(run), library="peft")
+
+
 def test_hostile_texts_are_code_in_one_line(tmp_path: Path) -> None:
     train = {"type": "jsonl", "path": "/home/me/secret/tasks.jsonl", "split": HOSTILE}
     model = {"name": HOSTILE, "rank": HOSTILE, "load_from": "/home/me/model"}

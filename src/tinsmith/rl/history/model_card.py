@@ -82,7 +82,9 @@ def _sources(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     environments = records(settings.get("environments"))
     tasks = settings.get("tasks")
     tasks = tasks if isinstance(tasks, dict) else {}
-    for name, value in (("trained on", tasks.get("train")), ("demonstrations", settings.get("demonstrations"))):
+    demonstrations = settings.get("demonstrations")
+    demonstrations = demonstrations.get("data") if isinstance(demonstrations, dict) else None
+    for name, value in (("trained on", tasks.get("train")), ("demonstrations", demonstrations)):
         for source in [value] if isinstance(value, dict) else records(value):
             yield name, _source(source)
     yield from (("environment", _source(environment)) for environment in environments)

@@ -16,6 +16,7 @@ from tests.rl.scripted_run import rows, run, settings
 from tinsmith.chat.strict_json import parse_json
 from tinsmith.rl.record.monitors import charts
 from tinsmith.rl.record.monitors.base import Monitor, Monitors, RunInfo
+from tinsmith.rl.record.monitors.console import ConsoleConfig, ConsoleMonitor
 from tinsmith.rl.record.monitors.jsonl import JsonlMonitor, read_metrics
 from tinsmith.rl.record.monitors.report import write
 from tinsmith.rl.types import Group, Rollout, Task, Turn
@@ -36,6 +37,17 @@ def test_console_shows_steps_and_evaluations(tmp_path):
     assert "held out after step 8: pass@1 1.000  reward 1.000  of 5 tasks" in text
     assert re.search(r"step 8/8  reward  \d\.\d{3} █", text)
     assert "tok/s" in text
+
+
+@pytest.mark.parametrize(("values", "speed"), [({}, "    30 tok/s"), ({"reward/mean": 0.5}, "     2 tok/s")])
+def test_console_shows_speed_of_what_a_step_does(tmp_path, values, speed):
+    console = Console(file=io.StringIO(), width=120)
+    monitor = ConsoleMonitor(ConsoleConfig(), RunInfo(name="small", folder=tmp_path, steps=1), console)
+    # Without rollouts, the tokens that were sampled are those of an evaluation.
+    speeds = {"speed/sampled_tokens_per_second": 2.0, "speed/trained_tokens_per_second": 30.0}
+    monitor.metrics(1, {**values, **speeds, "time/step": 1.0})
+    assert isinstance(console.file, io.StringIO)
+    assert speed in console.file.getvalue()
 
 
 def test_console_shows_a_progress_bar_in_a_terminal(tmp_path):

@@ -116,9 +116,9 @@ class ConsoleMonitor(Monitor):
 
 
 def _speed(values: Mapping[str, float]) -> float:
-    """Sampled tokens per second, or, in a run that samples none, those that were trained on."""
-    trained = values.get("speed/trained_tokens_per_second", 0.0)
-    return values.get("speed/sampled_tokens_per_second", trained)
+    """Sampled tokens per second; of a step without rollouts, whose evaluations alone sample, those trained on."""
+    kind = "sampled" if "reward/mean" in values else "trained"
+    return values.get(f"speed/{kind}_tokens_per_second", 0.0)
 
 
 def _outcome(values: Mapping[str, float]) -> str:
