@@ -11,7 +11,7 @@ AUDIT := .venv-audit
 # The venv if there is one, else the Python that has PyTorch.
 GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: help install vllm demo gsm8k test ci test-all test-faults test-cluster check audit bench bench-growth bench-service bench-scale gpu-check docs site clean
+.PHONY: help install vllm demo gsm8k test ci test-all test-faults test-cluster check audit bench bench-growth bench-service bench-scale bench-defaults gpu-check docs site clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -101,6 +101,9 @@ bench-scale: install  ## many GPUs in simulated time, checked against processes
 	$(BIN)/python -m benchmarks.scale.check --torch --counts 1 2
 	$(BIN)/python -m benchmarks.scale.experiments
 	$(BIN)/python -m benchmarks.scale.report
+
+bench-defaults: install  ## what SmolLM2 learns of five tasks with the defaults, into benchmarks/results
+	$(BIN)/python -m benchmarks.defaults
 
 # Without an install step, so that it runs on a machine that reaches no registry: benchmarks/NOTES.md.
 gpu-check:  ## check and measure the engine on a GPU, then its tests there; without one, list the steps
