@@ -225,10 +225,8 @@ class ScriptedPolicy(Trainer, Models):
         logprobs = await self.logprobs(update.rows)
         loss, gradients, metrics = _gradients(update, logprobs)
         for row, gradient_N in zip(update.rows, gradients, strict=True):
-            reply = self._reply(row.targets[row.mask])
-            self._gradient -= float(gradient_N[int(np.argmax(row.mask))]) * (
-                np.eye(len(before))[reply] - np.exp(before)
-            )
+            for position, reply in self._replies_of(row):
+                self._gradient -= float(gradient_N[position]) * (np.eye(len(before))[reply] - np.exp(before))
         return UpdateResult(logprobs=tuple(logprobs), metrics={"loss:sum": loss, **metrics})
 
     @override
@@ -279,7 +277,10 @@ class ScriptedPolicy(Trainer, Models):
         before = _log_softmax(self._logits)
         value = -float((np.exp(before) * before).sum())
         return [
-            np.where(np.arange(len(row.mask)) == np.argmax(row.mask), value, 0.0).astype(np.float32) for row in rows
+            np.where(np.isin(np.arange(len(row.mask)), [at for at, _ in self._replies_of(row)]), value, 0.0).astype(
+                np.float32
+            )
+            for row in rows
         ]
 
     @override
@@ -319,13 +320,18 @@ class ScriptedPolicy(Trainer, Models):
         return ScriptedSnapshot(self._replies, logits, version, *self._middleware)
 
     def _row_logprobs(self, row: TrainingRow, logprobs_R: np.ndarray) -> np.ndarray:
-        """float32 [N]: the logprob of the row's reply, at its first token; 0 elsewhere."""
+        """float32 [N]: the logprob of each reply of the row, at its first token; 0 elsewhere."""
         logprobs = np.zeros(len(row.targets), np.float32)
-        logprobs[int(np.argmax(row.mask))] = logprobs_R[self._reply(row.targets[row.mask])]
+        for position, reply in self._replies_of(row):
+            logprobs[position] = logprobs_R[reply]
         return logprobs
 
-    def _reply(self, tokens: np.ndarray) -> int:
-        return _reply_index(self._replies, tokens)
+    def _replies_of(self, row: TrainingRow) -> list[tuple[int, int]]:
+        """(position of the first token, number of the reply) of each turn: the row's runs of trained tokens."""
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], row.mask.astype(np.int8), [0]])))
+        return [
+            (int(begin), _reply_index(self._replies, row.targets[begin:end])) for begin, end in edges.reshape(-1, 2)
+        ]
 
 
 class ScriptedAuxiliaryAdapter(AuxiliaryAdapter):

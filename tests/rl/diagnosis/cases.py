@@ -9,18 +9,22 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from rich.console import Console
+from typing_extensions import override
 
 from tests.rl.scripted_run import settings
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.sampling import Sample, SampleRequest, SampleResult
 from tinsmith.rl.run.loop import train
+from tinsmith.rl.types import Rollout, Task, Turn
+from tinsmith.rl.workflows.multi_turn import Answer, Environment
 from tinsmith.testing import ScriptedPolicy
 
 NUMBER = [{"type": "number"}]
@@ -37,15 +41,42 @@ class Case:
     steps: int = 40
     failing: int = 0
     """Every so many requests, one fails."""
+    noise: float = 0.0
+    """Standard deviation of what the sampler adds to its logprobs, as one of another precision does."""
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
-def case(replies: str = "4 5 perhaps", answers: str = "4", steps: int = 40, failing: int = 0, **changes: Any) -> Case:
+def case(
+    replies: str = "4 5 perhaps",
+    answers: str = "4",
+    steps: int = 40,
+    failing: int = 0,
+    noise: float = 0.0,
+    **changes: Any,
+) -> Case:
     """A case with replies and answers as words."""
-    return Case(replies.split(), answers.split(), steps, failing, changes)
+    return Case(replies.split(), answers.split(), steps, failing, noise, changes)
+
+
+class Guessing(Environment):
+    """A game that ends at an even number, which is worth 1."""
+
+    @override
+    def step(self, reply: Turn) -> Answer:
+        is_right = int(reply.text) % 2 == 0
+        return Answer(message="another?", reward=float(is_right), done=is_right)
 
 
 RATE = {"learning_rate": 0.02}
+
+
+def chance(task: Task, rollout: Rollout) -> float:
+    """A reward that has nothing to do with the reply."""
+    return random.random()
+
+
+GAME = {"type": "multi_turn", "path": "tests.rl.diagnosis.cases:Guessing", "max_turns": 2}
+PAIRS = {"data": {"type": "jsonl", "path": "ROWS", "chosen": "{answer}", "rejected": "5"}}
 PAYS_FORM = [{"type": "format", "pattern": "perhaps"}]
 CASES: dict[str, Case] = {
     # healthy
@@ -56,6 +87,12 @@ CASES: dict[str, Case] = {
         algorithm={"type": "sft"}, demonstrations={"data": {"type": "jsonl", "path": "ROWS"}}, steps=30
     ),
     "is_solved": case("4 5", steps=60, optimizer={"learning_rate": 0.5}),
+    "learns_pairs": case(algorithm={"type": "dpo"}, demonstrations=PAIRS, steps=30),
+    "learns_a_game": case("5 7 4 6 8", workflow=GAME, rewards=[]),
+    "keeps_what_it_knows": case(
+        answers="4 4 5", algorithm={"type": "sft"}, steps=60, optimizer={"learning_rate": 1e-4},
+        demonstrations={"data": {"type": "jsonl", "path": "ROWS"}},
+    ),
     "learns_with_filters": case(filters=[{"type": "reward_std"}], filter_refills=8, steps=8),
     "short": case(steps=3),
     # no signal
@@ -93,6 +130,22 @@ CASES: dict[str, Case] = {
         algorithm={"type": "ppo", "kl": {"type": "none"}, "critic": {"optimizer": {"learning_rate": 1e-9}}},
         optimizer={"learning_rate": 1e-3}, steps=20,
     ),
+    "other_sampler": case(noise=0.4, optimizer={"learning_rate": 1e-3}, answers="4 5"),
+    "too_hot": case(sampling={"temperature": 3}, algorithm={"type": "grpo", "old_logprobs": "sampler"}),
+    "far_away": case(
+        " ".join("abcdefghijklmnopqrstuvwxyz"), steps=36,
+        algorithm={"type": "grpo", "kl": {"type": "k2", "coef": 1e-6}}, optimizer={"learning_rate": 4e-3},
+        rewards=[{"type": "custom", "path": "tests.rl.diagnosis.cases:chance", "weight": 400}],
+    ),
+    "endless_game": case("5 7 9 1 3 4", workflow=GAME, rewards=[], optimizer={"learning_rate": 2e-4}),
+    "unwinnable_game": case("5 7 9", workflow=GAME, rewards=[], steps=8),
+    "diverging": case(
+        "4 5 6", answers="4 5 6", algorithm={"type": "sft"}, steps=60, optimizer={"learning_rate": 100},
+        demonstrations={"data": {"type": "jsonl", "path": "ROWS"}},
+    ),
+    "unlearned_pairs": case(
+        algorithm={"type": "dpo"}, demonstrations=PAIRS, steps=20, optimizer={"learning_rate": 1e-9}
+    ),
     "too_old": case("5 4 6 7",
         staleness=6, backoff=None, optimizer={"learning_rate": 0.4}, answers="4 5 6", steps=30,
         algorithm={"type": "grpo"}, allow_high_staleness=False,
@@ -102,7 +155,7 @@ CASES: dict[str, Case] = {
 
 def record(name: str, folder: Path) -> dict[str, Any]:
     """Run a case and return what is recorded of it."""
-    chosen, calls = CASES[name], [0]
+    chosen, calls, noise = CASES[name], [0], random.Random(0)
     rows = [
         {"question": f"{number}: what is it?", "answer": chosen.answers[number % len(chosen.answers)]}
         for number in range(240)
@@ -121,7 +174,12 @@ def record(name: str, folder: Path) -> dict[str, Any]:
         calls[0] += 1
         if chosen.failing and calls[0] % chosen.failing == 0:
             raise RuntimeError("the tool does not answer")
-        return await sample(request)
+        result = await sample(request)
+        turns = [
+            replace(turn, logprobs=tuple(p + noise.gauss(0, chosen.noise) for p in turn.logprobs))
+            for turn in result.turns
+        ]
+        return replace(result, turns=tuple(turns)) if chosen.noise else result
 
     async def connect(state: str, version: int) -> ScriptedPolicy:
         weights = folder / "weights"

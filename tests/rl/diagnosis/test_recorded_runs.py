@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from tinsmith.rl.diagnosis import diagnose, first_batch
 
 RUNS = Path(__file__).parent / "runs"
 HEALTHY = (
-    "learns", "learns_with_staleness", "learns_from_demonstrations", "is_solved",
-    "learns_with_filters", "short", "smol_good",
+    "learns", "learns_with_staleness", "learns_from_demonstrations", "is_solved", "learns_with_filters", "short",
+    "learns_pairs", "learns_a_game", "keeps_what_it_knows", "smol_good",
 )  # fmt: skip
 SICK: dict[str, dict[str, str]] = {
     "all_wrong": {
@@ -26,10 +27,12 @@ SICK: dict[str, dict[str, str]] = {
     "single_replies": {
         "few_updates": "Only 6 of 20 steps updated the weights: in 14 of the others, every reply was wrong"
     },
-    "cut": {"no_update": "100 % of the replies were cut off at sampling.max_tokens 4", "cut_off": "max_tokens: 8."},
+    "cut": {
+        "no_update": "100 % of the replies were cut off at sampling.max_tokens 4 (mean reward 0). Set sampling.max_tok"
+    },
     "cut_and_masked": {"cut_off": "34 % of the replies are cut off at sampling.max_tokens 6"},
     "filtered": {"no_update": "the filters dropped every group. Set filter_refills: 4"},
-    "failing": {"failing_rollouts": "48 rollouts failed, 25 % of all.", "failing_evaluations": "25 %"},
+    "failing": {"failing_rollouts": "48 rollouts failed, 25 % of all, and 25 % of the answers of evaluations, which"},
     "collapsed": {"equal_replies": "100 % of the replies to different tasks of the last steps are the same text (44 %"},
     "entropy_collapse": {"equal_replies": "Set optimizer.learning_rate: 0.0003. Then start again."},
     "flat": {"learning_rate_high": "The learning rate is 0.02, and the reward has not risen."},
@@ -37,30 +40,38 @@ SICK: dict[str, dict[str, str]] = {
     "spikes": {"gradient_spikes": "far above the median of 4.6: 3,634 in step 49. Set optimizer.grad_clip_norm: 9."},
     "learns_a_format": {},
     "form_only": {
-        "equal_replies_pay": "and the reward pays for it. Use rewards that depend on the task",
-        "held_out_flat": "The reward rose (0.555 → 0.969), and held-out tasks did not get better",
+        "equal_replies_pay": "and the reward pays for it. The reward rose (0.555 → 0.969), and held-out tasks did not",
     },
     "below_constant": {
-        "equal_replies": "92 % of the replies",
-        "below_constant": "Nothing learned: eval/pass@1 is 0.25 after training, and the best constant answer has 0.75.",
+        "equal_replies": "the policy has collapsed. Nothing learned: eval/pass@1 is 0.25 after training, and the best "
+        "constant answer has 0.75. Set optimizer.learning_rate: 0.0003. Then start again.",
     },
     "useless_critic": {"critic": "it explains 0 % of their variance after 20 steps"},
     "too_old": {"off_policy": "optim/kl_sample_train_k3 is 0.301 (above 0.05). Set staleness: 3."},
     "smol_high": {
-        "learning_rate_high": "rate is 3, and the reward has not risen. Set optimizer.learning_rate: 0.0003.",
-        "below_constant": "the best constant answer has 0.0938. Set optimizer.learning_rate: 0.0003. Then start again.",
+        "learning_rate_high": "rate is 3, and the reward has not risen. Nothing learned: eval/pass@1 is 0 after "
+        "training, and the best constant answer has 0.0938. Set optimizer.learning_rate: 0.0003. Then start again.",
     },
     "smol_rate_high": {
-        "equal_replies": "100 % of the replies to different held-out tasks are the same text (42 % at first)",
-        "below_constant": "eval/pass@1 is 0 after training, and the best constant answer has 0.125. Set optimizer.lear",
+        "equal_replies": "100 % of the replies to different held-out tasks are the same text (42 % at first): the "
+        "policy has collapsed. The learning rate is 0.03, and the reward has not risen. Nothing learned: eval/pass@1",
     },
     "smol_old": {
-        "equal_replies": "(6 % at first): the policy has collapsed.",
-        "below_constant": "Nothing learned",
+        "equal_replies": "the policy has collapsed. The reward fell from 0.139 around step 7 to 0. Nothing learned:",
         "off_policy": "optim/ess_tokens is 0.0475 (below 0.3), optim/kl_sample_train_k3 is 10.2 (above 0.05)",
     },
     "smol_ppo": {"critic": "it explains 0 % of their variance after 16 steps"},
-    "smol_cut": {"below_constant": "eval/pass@1 is 0 after training", "cut_off": "Set sampling.max_tokens: 2."},
+    "smol_cut": {
+        "cut_off": "rewards read unfinished text. Nothing learned: eval/pass@1 is 0 after training, and the best "
+        "constant answer has 0.125. Set sampling.max_tokens: 2."
+    },
+    "other_sampler": {"sampler_mismatch": "v2 is 0.0717 although the weights are the same. Set algorithm.correction"},
+    "too_hot": {"sampler_mismatch": "Set sampling.temperature: 1 and leave out top_p and top_k"},
+    "far_away": {"far_from_reference": "The policy is 1.07 nats per token from its reference"},
+    "endless_game": {"max_turns": "66 % of the rollouts end at the largest number of turns, not by themselves. Set wo"},
+    "unwinnable_game": {"no_update": "of turns (mean reward 0). Set workflow.max_turns: 4."},
+    "diverging": {"demonstrations_diverge": "The negative log-likelihood of the demonstrations rose: 0.549 → "},
+    "unlearned_pairs": {"pairs_not_learned": "after 20 steps, no more than by chance. Set optimizer.learning_rate: 0."},
 }
 
 
@@ -95,6 +106,35 @@ def test_one_cause_is_one_finding():
     diagnosis = diagnose(settings, rows)
     assert diagnosis.summary == "1 of 20 steps updated the weights: equal replies in 19"
     assert [each.severity for each in diagnosis.findings] == ["error"]
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_a_setting_is_changed_once_at_any_time(name):
+    settings, rows = run(name)
+    for length in range(len(rows) + 1):
+        changes = [finding.change for finding in diagnose(settings, rows[:length]).findings]
+        settings_changed = [re.sub(r"(Set|Raise|Lower) ([\w.]*\w).*", r"\2", change) for change in changes]
+        assert len(set(settings_changed)) == len(changes)
+
+
+def test_what_a_cause_explains_is_named():
+    finding = diagnose(*run("cut")).findings[0]
+    assert (finding.severity, finding.explains) == ("error", ("cut_off",))
+    worse = diagnose(*run("smol_cut")).findings[0]
+    assert (worse.name, worse.severity, worse.explains) == ("cut_off", "error", ("below_constant",))
+
+
+def test_unjudged_rewards_above_the_threshold_do_not_hide_findings():
+    """pass@1 is 1 where every reward is above eval.threshold and nothing says what is right."""
+    settings, rows = run("far_away")
+    assert rows[-1]["eval/pass@1"] == 1.0
+    assert diagnose(settings, rows).findings
+
+
+def test_an_environment_with_its_own_limit_is_named():
+    settings, rows = run("endless_game")
+    settings = {**settings, "workflow": {}, "environment": {"type": "openenv", "max_turns": 12}}
+    assert diagnose(settings, rows).findings[0].change == "Set environment.max_turns: 24."
 
 
 def test_first_batch_cut_off_is_noted():

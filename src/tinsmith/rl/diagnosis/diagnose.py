@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tinsmith.rl.diagnosis import outcome, policy, signal, thresholds
+from tinsmith.rl.diagnosis import outcome, policy, signal
+from tinsmith.rl.diagnosis.causes import by_cause
 from tinsmith.rl.diagnosis.evidence import Evidence
 from tinsmith.rl.diagnosis.findings import Diagnosis
 
@@ -20,23 +21,10 @@ def diagnose(settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
     """
     evidence = Evidence(settings, rows)
     counts = signal.signal_of(evidence)
-    of_policy = [*policy.findings(evidence)]
-    names = {finding.name for finding in of_policy}
-    damaged = bool(names & policy.DAMAGES)
-    hidden = {"entropy_collapse", "learning_rate_high"} if damaged else set[str]()
-    too_fast = "learning_rate_high" in names and counts.updates < thresholds.UPDATED.value * len(evidence.trained)
-    findings = [
-        *(finding for finding in of_policy if finding.name not in hidden),
-        *signal.findings(evidence, counts, damaged=damaged or too_fast),
-        *outcome.findings(evidence, damaged=damaged or too_fast),
-    ]
-    if any(finding.name == "no_update" for finding in findings):
-        findings = [each for each in findings if each.name != "below_constant"]
-    if len(findings) > 1:  # the others say why
-        findings = [each for each in findings if each.name != "reward_flat"]
+    findings = [*policy.findings(evidence), *signal.findings(evidence, counts), *outcome.findings(evidence)]
     return Diagnosis(
         steps=len(evidence.trained) or len(evidence.steps),
         updates=counts.updates if evidence.trained else None,
         missing={str(reason): count for reason, count in counts.missing.most_common()},
-        findings=tuple(sorted(findings, key=lambda finding: finding.severity)),  # error before warning
+        findings=by_cause(findings),
     )

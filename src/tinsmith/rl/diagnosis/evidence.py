@@ -69,6 +69,11 @@ class Evidence:
         """The rows of steps that a trainer made."""
         return [row for row in self.steps if any(name.startswith("optim/") for name in row)]
 
+    @cached_property
+    def updates(self) -> int:
+        """Number of steps that updated the weights."""
+        return sum(not finite(row.get("optim/skipped")) for row in self.trained)
+
     @property
     def total(self) -> int:
         """Number of steps of the run; 0 if the settings do not say it."""
@@ -96,6 +101,11 @@ class Evidence:
         """The finite values of a metric, in order of steps."""
         return [value for row in self.rows if (value := _finite(row.get(name))) is not None]
 
+    @property
+    def max_turns(self) -> list[float]:
+        """Share of the rollouts of each step that ended at the largest number of turns; rows without any lack it."""
+        return [finite(row.get("rollouts/max_turns")) for row in self.steps if "rollouts/cut" in row]
+
     def ends(self, name: str, least: int | None = None) -> Ends | None:
         """The first and the last values of a metric; None if fewer than `least` steps have it, by default those of a
         trend."""
@@ -109,7 +119,10 @@ class Evidence:
 
     def recent(self, name: str) -> float | None:
         """Mean of the last values of a metric; None before there are a few."""
-        values = self.curve(name)
+        return self.recent_of(self.curve(name))
+
+    def recent_of(self, values: Sequence[float]) -> float | None:
+        """Mean of the last of some values, one for each step; None before there are a few."""
         size = min(max(_LEAST, len(values) // 5), len(values))
         return _mean(values[-size:]) if len(values) >= self.least_steps else None
 
@@ -141,7 +154,21 @@ class Evidence:
         right = self.recent("groups/all_right")
         if right is None:
             right = (self.curve("eval/pass@1") or [0.0])[-1]
+            is_said = any(self.curve("eval/judged") or [1.0])  # else every reward of eval.threshold counts as right
+            return right >= thresholds.SOLVED.value and (is_said or self.is_near_top)
         return right >= thresholds.SOLVED.value
+
+    @property
+    def is_near_top(self) -> bool:
+        """Whether rewards hardly vary any more, above 0: there is little left to gain."""
+        deviation, mean = self.recent("reward/std"), self.recent("reward/mean")
+        return deviation is not None and mean is not None and deviation < 0.1 * abs(mean) and mean > 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether rewards are above the first and vary little: most groups have learned what there is to learn."""
+        deviation, mean, first = self.recent("reward/std"), self.recent("reward/mean"), self.curve("reward/mean")[:1]
+        return deviation is not None and mean is not None and mean > max(first[0], 0.0) and deviation < 0.25 * mean
 
     @property
     def converged(self) -> bool:

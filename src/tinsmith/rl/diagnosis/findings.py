@@ -29,6 +29,8 @@ class Finding:
     """What to change: a key of the run file and a value."""
     metric: str = ""
     """The metric that shows it best."""
+    explains: tuple[str, ...] = ()
+    """Names of findings that have the same cause and are not listed."""
 
     @property
     def text(self) -> str:

@@ -10,19 +10,21 @@ from tinsmith.plurals import counted
 from tinsmith.rl.diagnosis import thresholds
 from tinsmith.rl.diagnosis.evidence import Evidence, ends_size, finite
 from tinsmith.rl.diagnosis.findings import Finding
-from tinsmith.rl.diagnosis.words import lower_rate, number, percent, rounded, up
+from tinsmith.rl.diagnosis.words import lower_rate, more_turns, number, percent, rounded, up
 
 
-def findings(evidence: Evidence, *, damaged: bool = False) -> Iterator[Finding]:
-    """Findings about the outcome. `damaged`: the policy writes no text any more, which explains most of them."""
+def findings(evidence: Evidence) -> Iterator[Finding]:
+    """Findings about the outcome."""
     yield from _failed(evidence)
-    if not damaged:
-        yield from _cut_off(evidence)
+    yield from _cut_off(evidence)
+    yield from _max_turns(evidence)
+    if not evidence.trained or evidence.updates:  # else the weights are those of the start
         yield from _lengths(evidence)
         yield from _reward(evidence)
-    yield from _below_constant(evidence, damaged=damaged)
-    yield from _held_out(evidence)
+        yield from _below_constant(evidence)
+        yield from _held_out(evidence)
     yield from _demonstrations(evidence)
+    yield from _pairs(evidence)
 
 
 def _failed(evidence: Evidence) -> Iterator[Finding]:
@@ -30,16 +32,19 @@ def _failed(evidence: Evidence) -> Iterator[Finding]:
     size = evidence.number("groups_per_step", 1) * evidence.number("group_size", 1)
     failed = sum(finite(row["rollouts/failed"]) for row in sampled)
     share = failed / (size * len(sampled)) if sampled else 0.0
+    tasks = evidence.curve("eval/tasks")
+    lost = sum(evidence.curve("eval/failed")) / (sum(tasks) or 1.0) / evidence.number("eval.num_samples", 1)
     if share > thresholds.FAILED.value and len(sampled) >= evidence.least_steps:
+        answers = f", and {percent(min(1.0, lost))} of the answers of evaluations, which count as wrong"
         yield Finding(
             name="failing_rollouts",
             severity="error" if share > thresholds.UPDATED.value else "warning",
-            sentence=f"{counted(int(failed), 'rollout')} failed, {percent(min(1.0, share))} of all.",
+            sentence=f"{counted(int(failed), 'rollout')} failed, {percent(min(1.0, share))} of all"
+            f"{answers if lost > thresholds.FAILED.value else ''}.",
             change="Fix the cause: `tinsmith log RUN --level WARNING` shows the first error of each step.",
             metric="rollouts/failed",
+            explains=("failing_evaluations",),
         )
-    tasks = evidence.curve("eval/tasks")
-    lost = sum(evidence.curve("eval/failed")) / (sum(tasks) or 1.0) / evidence.number("eval.num_samples", 1)
     if lost > thresholds.FAILED.value:
         yield Finding(
             name="failing_evaluations",
@@ -66,16 +71,26 @@ def _cut_off(evidence: Evidence) -> Iterator[Finding]:
             "read unfinished text.",
             change=f"Set sampling.max_tokens: {up(2 * max(1.0, limit))}." if not rise else _overlong(limit),
             metric="rollouts/cut",
+            explains=("few_signals",),
         )
-    turns = evidence.recent("rollouts/max_turns")
-    if turns is not None and turns > thresholds.CUT.value:
-        yield Finding(
-            name="max_turns",
-            severity="warning",
-            sentence=f"{percent(turns)} of the rollouts end at the largest number of turns, not by themselves.",
-            change="Raise workflow.max_turns.",
-            metric="rollouts/max_turns",
-        )
+
+
+def _max_turns(evidence: Evidence) -> Iterator[Finding]:
+    """Rollouts that do not end by themselves, in a run that does not improve by it."""
+    shares = evidence.max_turns
+    recent = evidence.recent_of(shares)
+    if recent is None or recent <= thresholds.CUT.value or evidence.improves or evidence.solved:
+        return
+    if shares[-1] < 0.8 * shares[0] and not evidence.ended:
+        return
+    yield Finding(
+        name="max_turns",
+        severity="warning",
+        sentence=f"{percent(recent)} of the rollouts end at the largest number of turns, not by themselves.",
+        change=more_turns(evidence),
+        metric="rollouts/max_turns",
+        explains=("few_signals",),
+    )
 
 
 def _overlong(limit: float) -> str:
@@ -135,7 +150,7 @@ def _reward(evidence: Evidence) -> Iterator[Finding]:
             change=f"{lower_rate(evidence, 3)} Continue from a checkpoint near step {step}.",
             metric="reward/mean",
         )
-    elif evidence.ended and not ends.rose and not _near_top(evidence):
+    elif evidence.ended and not ends.rose and not evidence.is_near_top:
         yield Finding(
             name="reward_flat",
             severity="warning",
@@ -146,20 +161,16 @@ def _reward(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _near_top(evidence: Evidence) -> bool:
-    """Whether rewards hardly vary any more, above 0: there is little left to gain."""
-    deviation, mean = evidence.recent("reward/std"), evidence.recent("reward/mean")
-    return deviation is not None and mean is not None and deviation < 0.1 * abs(mean) and mean > 0
-
-
 def _more_signal(evidence: Evidence) -> str:
     rate = max(evidence.curve("optim/lr"), default=0.0)
     if 0 < rate < 1e-4:
-        return f"Set optimizer.learning_rate: {rounded(3 * rate)}."
+        return f"Set optimizer.learning_rate: {rounded(max(1e-4, 3 * rate))}."
+    if rate > thresholds.RATE_HIGH.value:
+        return lower_rate(evidence, 10)
     return f"Set groups_per_step: {int(2 * evidence.number('groups_per_step', 16))}, and more steps."
 
 
-def _below_constant(evidence: Evidence, *, damaged: bool) -> Iterator[Finding]:
+def _below_constant(evidence: Evidence) -> Iterator[Finding]:
     """A policy that one fixed answer would beat."""
     for measure, baseline in (("eval/pass@1", "eval/constant_pass@1"), ("eval/reward/mean", "eval/constant_reward")):
         results, constant = evidence.curve(measure), evidence.curve(baseline)
@@ -169,7 +180,7 @@ def _below_constant(evidence: Evidence, *, damaged: bool) -> Iterator[Finding]:
                 severity="error",
                 sentence=f"Nothing learned: {measure} is {number(results[-1])} after training, and the best constant "
                 f"answer has {number(constant[-1])}.",
-                change=f"{lower_rate(evidence, 10)} Then start again." if damaged else _more_signal(evidence),
+                change=_more_signal(evidence),
                 metric=measure,
             )
             return
@@ -203,22 +214,31 @@ def _held_out(evidence: Evidence) -> Iterator[Finding]:
 
 def _demonstrations(evidence: Evidence) -> Iterator[Finding]:
     """Demonstrations that are not learned."""
-    ends = evidence.ends("optim/expert_nll")
-    if ends is not None and ends.rose and not evidence.curve("reward/mean"):
+    values, ends = evidence.curve("optim/expert_nll"), evidence.ends("optim/expert_nll", evidence.least_steps)
+    if ends is None or evidence.curve("reward/mean"):
+        return
+    first = min(values[0], ends.first)  # a first update that is far too large raises most of the first steps too
+    if ends.last - first > max(thresholds.GAIN.value * ends.error, thresholds.DIVERGED.value * abs(first)):
         yield Finding(
             name="demonstrations_diverge",
             severity="error",
             sentence="The negative log-likelihood of the demonstrations rose: "
-            f"{number(ends.first)} → {number(ends.last)} nats per token.",
-            change=lower_rate(evidence, 10),
+            f"{number(first)} → {number(ends.last)} nats per token.",
+            change=f"{lower_rate(evidence, 10)} Then start again.",
             metric="optim/expert_nll",
         )
+
+
+def _pairs(evidence: Evidence) -> Iterator[Finding]:
+    """Pairs whose order is not learned."""
     pairs = evidence.recent("optim/pairs/accuracy")
-    if pairs is not None and pairs <= 0.5 and len(evidence.trained) >= thresholds.TREND_STEPS.value:
+    ends = evidence.ends("optim/pairs/accuracy")
+    if pairs is not None and pairs <= thresholds.PAIRS.value and ends is not None and not ends.rose:
         yield Finding(
             name="pairs_not_learned",
             severity="warning",
-            sentence=f"Only {percent(pairs)} of the pairs are in the right order, as by chance.",
+            sentence=f"Only {percent(pairs)} of the pairs are in the right order after "
+            f"{counted(ends.count, 'step')}, no more than by chance.",
             change=_more_signal(evidence),
             metric="optim/pairs/accuracy",
         )

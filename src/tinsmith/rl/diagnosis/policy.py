@@ -11,8 +11,12 @@ from tinsmith.rl.diagnosis.evidence import Evidence, finite
 from tinsmith.rl.diagnosis.findings import Finding
 from tinsmith.rl.diagnosis.words import lower_rate, number, percent, rounded
 
-DAMAGES = frozenset(("not_finite", "equal_replies", "entropy_explosion"))
-"""Findings that explain others: short replies, cut-off ones and missing signals of a policy that writes no text."""
+_OF_NO_SIGNAL = ("no_update", "few_updates", "few_signals", "equal_replies_in_groups")
+_OF_DAMAGE = (
+    *_OF_NO_SIGNAL, "entropy_collapse", "learning_rate_high", "cut_off", "max_turns", "lengths_grow", "lengths_shrink",
+    "reward_falls", "far_from_reference",
+)  # fmt: skip
+"""Findings of a policy that writes no text any more."""
 _NORMS = 8
 """Gradient norms before one can stand out."""
 
@@ -40,6 +44,7 @@ def _not_finite(evidence: Evidence) -> Iterator[Finding]:
                 sentence=f"The {noun} of {counted(len(steps), 'step')} was not finite, first in step {steps[0]:.0f}.",
                 change=f"{lower_rate(evidence, 10)} Start again from a checkpoint before that step.",
                 metric=name,
+                explains=(*_OF_DAMAGE, "equal_replies", "entropy_explosion"),
             )
             return
 
@@ -74,6 +79,7 @@ def _equal_replies(evidence: Evidence) -> Iterator[Finding]:
                 if evidence.improves
                 else "Look at a reply with `tinsmith debug FILE`: the prompt or sampling.stop may leave no other.",
                 metric=metric,
+                explains=("held_out_flat", *_OF_NO_SIGNAL[1:]),
             )
             return
         yield Finding(
@@ -82,6 +88,7 @@ def _equal_replies(evidence: Evidence) -> Iterator[Finding]:
             sentence=f"{same} ({before}): the policy has collapsed.",
             change=f"{lower_rate(evidence, 10)} Then start again.",
             metric=metric,
+            explains=_OF_DAMAGE,
         )
         return
     groups = evidence.recent("groups/equal")
@@ -121,15 +128,17 @@ def _entropy(evidence: Evidence) -> Iterator[Finding]:
             severity="error",
             sentence=f"The entropy has grown ({number(min(start))} → {number(last)} nats per token): the replies turn "
             "into random tokens.",
-            change=lower_rate(evidence, 10),
+            change=f"{lower_rate(evidence, 10)} Then start again.",
             metric=evidence.entropy,
+            explains=_OF_DAMAGE,
         )
 
 
 def _learning_rate(evidence: Evidence) -> Iterator[Finding]:
     """A learning rate out of the usual range, in a run that does not improve."""
     rates, rewards = evidence.curve("optim/lr"), evidence.curve("reward/mean")
-    if len(rewards) < thresholds.TREND_STEPS.value or evidence.improves or evidence.solved:
+    is_good = evidence.improves or evidence.is_settled or evidence.solved
+    if len(rewards) < thresholds.TREND_STEPS.value or is_good:
         return
     rate = max(rates, default=0.0) if evidence.curve("optim/grad_norm") else 0.0  # 0: no update was made
     if not rate:
@@ -147,8 +156,9 @@ def _learning_rate(evidence: Evidence) -> Iterator[Finding]:
             name="learning_rate_high",
             severity="error",
             sentence=f"The learning rate is {number(rate)}, and the reward has not risen.",
-            change=lower_rate(evidence, 10),
+            change=f"{lower_rate(evidence, 10)} Then start again.",
             metric="optim/lr",
+            explains=(*_OF_NO_SIGNAL, "entropy_collapse", "reward_falls", "lengths_shrink", "far_from_reference"),
         )
 
 
@@ -168,7 +178,16 @@ def _mismatch(evidence: Evidence) -> Iterator[Finding]:
         if exact
         else "Set sampling.temperature: 1 and leave out top_p and top_k, or set algorithm.old_logprobs: recomputed.",
         metric="optim/kl_sample_train_v2",
+        explains=("off_policy",) if not _is_stale(evidence) and not _updates_often(evidence) else (),
     )
+
+
+def _is_stale(evidence: Evidence) -> bool:
+    return (evidence.recent("policy/staleness") or 0.0) > 0
+
+
+def _updates_often(evidence: Evidence) -> bool:
+    return evidence.number("updates.epochs", 1) * evidence.number("updates.minibatches", 1) > 1
 
 
 def _off_policy(evidence: Evidence) -> Iterator[Finding]:
@@ -187,9 +206,8 @@ def _off_policy(evidence: Evidence) -> Iterator[Finding]:
     guarded = [row["step"] for row in evidence.trained if finite(row.get("policy/guarded"))]
     if len(guarded) > thresholds.GUARDED.value * len(evidence.trained) and len(guarded) >= evidence.least_steps:
         beyond.append(f"backoff was in effect in {len(guarded)} of {counted(len(evidence.trained), 'step')}")
-    stale = (evidence.recent("policy/staleness") or 0.0) > 0
-    several = evidence.number("updates.epochs", 1) * evidence.number("updates.minibatches", 1) > 1
-    if len(evidence.trained) < evidence.least_steps or not beyond or not (stale or several or len(beyond) > 1):
+    stale, often = _is_stale(evidence), _updates_often(evidence)
+    if len(evidence.trained) < evidence.least_steps or not beyond or not (stale or often or len(beyond) > 1):
         return
     yield Finding(
         name="off_policy",
@@ -217,14 +235,16 @@ def _reference(evidence: Evidence) -> Iterator[Finding]:
     value = evidence.recent("optim/kl_reference_k3")
     if value is None or value <= thresholds.REFERENCE.value or evidence.improves or evidence.solved:
         return
-    coef = evidence.number("algorithm.kl.coef", 0.001)
+    key = "algorithm.kl" if evidence.number("algorithm.kl.coef") else "algorithm.kl_penalty"
+    coef = evidence.number(f"{key}.coef", 0.001) or 0.001
     yield Finding(
         name="far_from_reference",
         severity="warning",
         sentence=f"The policy is {number(value)} nats per token from its reference (optim/kl_reference_k3), and the "
         "reward has not risen.",
-        change=f"Set algorithm.kl.coef: {number(10 * coef)}.",
+        change=f"Set {key}.coef: {rounded(10 * coef)}.",
         metric="optim/kl_reference_k3",
+        explains=("reward_falls",),
     )
 
 

@@ -12,7 +12,7 @@ from tinsmith.plurals import counted
 from tinsmith.rl.diagnosis import thresholds
 from tinsmith.rl.diagnosis.evidence import Evidence, finite
 from tinsmith.rl.diagnosis.findings import Finding
-from tinsmith.rl.diagnosis.words import lower_rate, number, percent, up
+from tinsmith.rl.diagnosis.words import lower_rate, more_turns, number, percent, up
 
 COMPARING = frozenset(("grpo", "rloo", "opmd", "rec", "best", "gigpo", "step_wise_grpo"))
 """Advantages that compare the replies of a group."""
@@ -25,12 +25,24 @@ class Reason(StrEnum):
     ALL_WRONG = "all replies wrong"
     EQUAL_REPLIES = "equal replies"
     CUT_OFF = "replies cut off"
+    MAX_TURNS = "rollouts out of turns"
     FAILED = "failed rollouts"
     FILTERED = "all groups filtered"
     STALE = "too far off-policy"
     CONSTANT = "equal rewards in every group"
     WARM_UP = "warm-up of the critic"
     OTHER = "no row with a gradient"
+
+
+_ALWAYS_EXPLAINED = ("few_signals", "equal_replies_in_groups")
+_EXPLAINED = {
+    Reason.CUT_OFF: ("cut_off",),
+    Reason.MAX_TURNS: ("max_turns",),
+    Reason.FAILED: ("failing_rollouts", "failing_evaluations"),
+    Reason.EQUAL_REPLIES: ("equal_replies_pay",),
+    Reason.STALE: ("off_policy",),
+}
+"""Findings that have the same cause as a missing signal, by its reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +63,7 @@ def signal_of(evidence: Evidence) -> Signal:
     for row in evidence.trained:
         if finite(row.get("optim/skipped")):
             missing[_reason(evidence, row)] += 1
-    return Signal(len(evidence.trained) - missing.total(), missing)
+    return Signal(evidence.updates, missing)
 
 
 def _reason(evidence: Evidence, row: Mapping[str, Any]) -> Reason:
@@ -66,6 +78,8 @@ def _reason(evidence: Evidence, row: Mapping[str, Any]) -> Reason:
     cut, mask = finite(row.get("rollouts/cut")), bool(evidence.setting("algorithm.mask_truncated"))
     if cut > (thresholds.SOLVED.value if mask else thresholds.CUT_AT_FIRST.value) and not row.get("groups/all_right"):
         return Reason.CUT_OFF
+    if finite(row.get("rollouts/max_turns")) > thresholds.CUT_AT_FIRST.value and not row.get("groups/all_right"):
+        return Reason.MAX_TURNS
     if finite(row.get("groups/constant")) < 1:
         return Reason.FILTERED if finite(row.get("filters/dropped")) >= 1 else Reason.OTHER
     if finite(row.get("groups/all_right")) >= thresholds.SOLVED.value:
@@ -80,8 +94,8 @@ def _rollouts(evidence: Evidence, row: Mapping[str, Any]) -> float:
     return groups * evidence.number("group_size", 1)
 
 
-def findings(evidence: Evidence, signal: Signal, *, damaged: bool = False) -> Iterator[Finding]:
-    """Findings about missing signals. `damaged`: the policy writes no text any more, which is what to change."""
+def findings(evidence: Evidence, signal: Signal) -> Iterator[Finding]:
+    """Findings about missing signals."""
     steps, trained = len(evidence.trained), signal.updates
     missing = signal.missing.copy()
     del missing[Reason.WARM_UP]
@@ -91,9 +105,11 @@ def findings(evidence: Evidence, signal: Signal, *, damaged: bool = False) -> It
     reason, count = missing.most_common(1)[0]
     if reason == Reason.ALL_RIGHT and trained and _was_solved(evidence):
         return
+    if reason in (Reason.CONSTANT, Reason.EQUAL_REPLIES) and trained and evidence.is_settled:
+        return
     where = "each of them" if count == steps else f"{count} of {'the others' if trained else 'them'}"
     mostly = f"in {where}, {_explained(evidence, reason)}"
-    change = f"{lower_rate(evidence, 10)} Then start again." if damaged else _change(evidence, reason)
+    change, explains = _change(evidence, reason), (*_ALWAYS_EXPLAINED, *_EXPLAINED.get(reason, ()))
     if not trained:
         yield Finding(
             name="no_update",
@@ -101,9 +117,8 @@ def findings(evidence: Evidence, signal: Signal, *, damaged: bool = False) -> It
             sentence=f"None of the {counted(steps, 'step')} updated the weights: {mostly}.",
             change=change,
             metric="optim/skipped",
+            explains=explains,
         )
-    elif damaged:
-        return
     elif trained / steps < thresholds.UPDATED.value and steps >= 2 * thresholds.STEPS.value:
         yield Finding(
             name="few_updates",
@@ -111,6 +126,7 @@ def findings(evidence: Evidence, signal: Signal, *, damaged: bool = False) -> It
             sentence=f"Only {trained} of {counted(steps, 'step')} updated the weights: {mostly}.",
             change=change,
             metric="optim/skipped",
+            explains=tuple(name for name in explains if name != "equal_replies_pay"),  # which explains this one
         )
     else:
         yield from _few_groups(evidence, signal)
@@ -122,7 +138,7 @@ def _few_groups(evidence: Evidence, signal: Signal) -> Iterator[Finding]:
     compares = evidence.setting("algorithm.advantage.type", "grpo") in COMPARING
     if constant is None or constant <= thresholds.CONSTANT.value or not compares or not signal.updates:
         return
-    if evidence.converged or _was_solved(evidence):
+    if evidence.converged or evidence.is_settled or _was_solved(evidence):
         return
     wrong, right = evidence.recent("groups/all_wrong") or 0.0, evidence.recent("groups/all_right") or 0.0
     parts = f" ({percent(wrong)} all wrong, {percent(right)} all right)" if wrong or right else ""
@@ -157,6 +173,9 @@ def _explained(evidence: Evidence, reason: Reason) -> str:
         case Reason.CUT_OFF:
             cut, limit = evidence.recent("rollouts/cut") or 0.0, evidence.number("sampling.max_tokens")
             return f"{percent(cut)} of the replies were cut off at sampling.max_tokens {limit:.0f}{mean}"
+        case Reason.MAX_TURNS:
+            turns = evidence.recent_of(evidence.max_turns) or 0.0
+            return f"{percent(turns)} of the rollouts ended at the largest number of turns{mean}"
         case Reason.FAILED:
             return "at least half of the rollouts failed"
         case Reason.FILTERED:
@@ -183,6 +202,7 @@ def _change(evidence: Evidence, reason: Reason) -> str:
         "or let a stage with algorithm.type: sft come first.",
         Reason.EQUAL_REPLIES: f"{lower_rate(evidence, 10)} Then start again from weights whose replies differ.",
         Reason.CUT_OFF: f"Set sampling.max_tokens: {up(2 * evidence.number('sampling.max_tokens', 128))}.",
+        Reason.MAX_TURNS: more_turns(evidence),
         Reason.FAILED: "Fix the cause: `tinsmith log RUN --level WARNING` shows the first error of each step.",
         Reason.FILTERED: "Set filter_refills: 4, which samples until groups pass, or loosen filters.",
         Reason.STALE: f"Set staleness: {max(0, int(evidence.number('staleness')) - 1)}.",

@@ -45,6 +45,10 @@ GUARDED = Threshold(0.2, "share of steps in which backoff is in effect")
 REFERENCE = Threshold(
     1.0, "KL to the reference in nats per token, where the reward did not rise: the policy has drifted"
 )
+DIVERGED = Threshold(
+    0.2, "rise of optim/expert_nll as a share of its first: less may be longer or harder demonstrations"
+)
+PAIRS = Threshold(0.5, "share of pairs in the right order: chance")
 SPIKE = Threshold(20.0, "gradient norm relative to its median: Adam does not repair such a step in the next ones")
 EXPLAINED = Threshold(0.1, "critic/explained_variance after warm-up: below, advantages are those of no critic")
 LENGTH = Threshold(3.0, "length of replies relative to the first steps, where the reward did not rise")

@@ -6,6 +6,7 @@ import math
 
 from tinsmith.rl.diagnosis import thresholds
 from tinsmith.rl.diagnosis.evidence import Evidence
+from tinsmith.settings import flatten
 
 
 def percent(share: float) -> str:
@@ -30,6 +31,13 @@ def rounded(value: float) -> str:
 def up(value: float) -> int:
     """The power of two from the value on, as sizes are set."""
     return 2 ** max(0, math.ceil(math.log2(max(1.0, value))))
+
+
+def more_turns(evidence: Evidence) -> str:
+    """The change to the largest number of turns, of the workflow or of an environment."""
+    path = next((path for path in flatten(evidence.settings) if path.rpartition(".")[2] == "max_turns"), "")
+    limit = evidence.number(path) if path else 0.0
+    return f"Set {path}: {2 * limit:.0f}." if limit else "Raise workflow.max_turns."
 
 
 def lower_rate(evidence: Evidence, factor: float) -> str:

@@ -1,0 +1,66 @@
+"""One finding for each cause: what a finding explains is not said again, and a setting is changed once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tinsmith.rl.diagnosis.findings import Finding
+
+_OUTCOMES = ("below_constant", "reward_flat")
+"""What came of a run: every other finding explains it."""
+_SAID = ("held_out_flat",)
+"""Warnings whose numbers a cause says, as it does those of errors."""
+
+
+def by_cause(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """The findings that no other explains, errors first.
+
+    A cause says each error that it explains in a further sentence; most warnings are left out. Findings that change the
+    same setting are one, with the change of the first.
+    """
+    roots = {finding.name: _root(finding, findings) for finding in findings}
+    causes = [_joined(each, [other for other in findings if roots[other.name] is each]) for each in roots.values()]
+    kept: dict[str, Finding] = {}
+    for cause in sorted(dict.fromkeys(causes), key=lambda finding: finding.severity):  # error before warning
+        key = _changed(cause)
+        kept[key] = _joined(kept[key], [cause], whole=True) if key in kept else cause
+    return tuple(kept.values())
+
+
+def _root(finding: Finding, findings: Sequence[Finding]) -> Finding:
+    """The finding that explains `finding`, or what explains that one."""
+    root = finding
+    for _ in findings:
+        cause = next((each for each in findings if _explains(each, root)), None)
+        if cause is None:
+            break
+        root = cause
+    return root
+
+
+def _explains(cause: Finding, finding: Finding) -> bool:
+    is_outcome = finding.name in _OUTCOMES and cause.name not in _OUTCOMES
+    return is_outcome or finding.name in cause.explains
+
+
+def _joined(cause: Finding, explained: Sequence[Finding], *, whole: bool = False) -> Finding:
+    """The cause with the sentences of the errors that it explains; with `whole`, of the warnings too."""
+    others = [each for each in explained if each is not cause]
+    said = [each.sentence for each in others if whole or each.severity == "error" or each.name in _SAID]
+    return replace(
+        cause,
+        severity=min([cause.severity, *(each.severity for each in others)]),
+        sentence=" ".join([cause.sentence, *said]),
+        explains=(
+            *(cause.explains if whole else ()),
+            *(name for each in others for name in (each.name, *(each.explains if whole else ()))),
+        ),
+    )
+
+
+def _changed(finding: Finding) -> str:
+    """The setting that a finding changes, or else its whole change."""
+    match = re.match(r"(?:Set|Raise|Lower) ([\w.]*\w)", finding.change)
+    return match[1] if match else finding.change
