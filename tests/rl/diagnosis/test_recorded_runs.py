@@ -124,7 +124,7 @@ def test_what_a_cause_explains_is_named():
     assert (worse.name, worse.severity, worse.explains) == ("cut_off", "error", ("below_constant",))
 
 
-def test_unjudged_rewards_above_the_threshold_do_not_hide_findings():
+def test_unjudged_rewards_do_not_hide_findings():
     """pass@1 is 1 where every reward is above eval.threshold and nothing says what is right."""
     settings, rows = run("far_away")
     assert rows[-1]["eval/pass@1"] == 1.0

@@ -22,11 +22,11 @@ def by_cause(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """
     roots = {finding.name: _root(finding, findings) for finding in findings}
     causes = [_joined(each, [other for other in findings if roots[other.name] is each]) for each in roots.values()]
-    kept: dict[str, Finding] = {}
+    listed: dict[str, Finding] = {}
     for cause in sorted(dict.fromkeys(causes), key=lambda finding: finding.severity):  # error before warning
         key = _changed(cause)
-        kept[key] = _joined(kept[key], [cause], whole=True) if key in kept else cause
-    return tuple(kept.values())
+        listed[key] = _joined(listed[key], [cause], whole=True) if key in listed else cause
+    return tuple(listed.values())
 
 
 def _root(finding: Finding, findings: Sequence[Finding]) -> Finding:
