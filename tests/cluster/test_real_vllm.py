@@ -23,11 +23,10 @@ import pytest
 import tinker
 from tinker import types
 
+from tests.engine.vllm.real import ARGS, vllm_python
 from tests.service.conftest import datum
 from tinsmith.engine.cluster.config import ClusterConfig
-from tinsmith.engine.vllm.server import find_python
 from tinsmith.engine_options import VllmConfig
-from tinsmith.errors import ConfigError
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
@@ -108,11 +107,7 @@ def _replica(status: dict[str, Any]) -> Replica:
 
 @contextmanager
 def served(smollm2: Path, data: Path, cluster: ClusterConfig) -> Iterator[Served]:
-    try:
-        python = find_python(VllmConfig())
-    except ConfigError as error:
-        pytest.skip(f"no vLLM here: {error}")
-    settings = VllmConfig(python=python, rank=8, adapters=2, memory=0.12, args=("--enforce-eager",))
+    settings = VllmConfig(python=vllm_python(), rank=8, adapters=2, args=ARGS)
     config = ServeConfig(
         models=(f"smollm2={smollm2}",),
         data=data,

@@ -20,13 +20,12 @@ from tests.architectures import save_tiny
 from tests.engine.exchange.test_forms import adapter as drawn_adapter
 from tests.engine.exchange.test_forms import merged as merged_weights
 from tests.engine.reference import plain_model, write_adapter
+from tests.engine.vllm.real import vllm_python
 from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.exchange import gguf
 from tinsmith.engine.exchange.adapters import write
 from tinsmith.engine.exchange.merge import merge
 from tinsmith.engine.lora import peft
-from tinsmith.engine.vllm.server import find_python
-from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -44,10 +43,7 @@ VLLM_ENVIRONMENT = {
 @pytest.fixture(scope="module")
 def vllm() -> Callable[..., torch.Tensor]:
     """Logprobs of tokens by a model and an adapter, from vLLM."""
-    try:
-        python = find_python(VllmConfig())
-    except ConfigError as error:
-        pytest.skip(f"no vLLM here: {error}")
+    python = vllm_python()
 
     def logprobs(model: Path, adapter: Path | None, tokens: list[int]) -> torch.Tensor:
         command = [str(python), str(VLLM_PROGRAM), str(model), str(adapter or ""), json.dumps(tokens)]

@@ -10,7 +10,7 @@ def main() -> None:
 
     model, adapter, tokens = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
     lora = {"enable_lora": True, "max_lora_rank": 16, "max_loras": 1} if adapter else {}
-    llm = LLM(model, dtype="float32", enforce_eager=True, max_model_len=128, gpu_memory_utilization=0.1, **lora)
+    llm = LLM(model, dtype="float32", enforce_eager=True, max_model_len=128, kv_cache_memory_bytes=1 << 28, **lora)
     request = LoRARequest("a", 1, adapter) if adapter else None
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     (output,) = llm.generate([{"prompt_token_ids": tokens}], params, lora_request=request)

@@ -143,7 +143,11 @@ def main() -> None:
     if options.port is None:
         return  # the caller only checks that vLLM is installed
     if options.fail:
-        sys.exit("ValueError: no memory left for the cache")
+        print(
+            "(VllmWorker-0 pid=5) ERROR 11-26 17:54:01 [executor.py:953] ValueError: no memory for the cache (5 GiB)."
+        )
+        print("(APIServer pid=4) INFO 11-26 17:54:01 [utils.py:3] waiting\n" * 30)
+        sys.exit("RuntimeError: Engine core initialization failed. See root cause above.")
     Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     faults = Path(options.faults) if options.faults else None
     Stub(int(options.port), options.served_model_name, Path(options.record), faults).serve_forever()

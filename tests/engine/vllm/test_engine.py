@@ -372,7 +372,11 @@ def test_find_python_looks_in_venv_and_next_to_command(tmp_path: Path, monkeypat
 
 
 def test_failed_start_quotes_the_log_of_vllm(tiny_llama: Path, python: Path, tmp_path: Path, wait: Any):
-    with pytest.raises(EngineError, match=r"(?s)exit 1.*no memory left for the cache.*vllm.memory"):
+    """The error that came first, though it is not in the last lines."""
+    expected = (
+        r"(?s)exit 1\): ValueError: no memory for the cache \(5 GiB\)\.\n.*core initialization failed.*vllm\.memory"
+    )
+    with pytest.raises(EngineError, match=expected):
         wait(cluster_of(tiny_llama, tmp_path, VllmConfig(python=python, args=("--fail",))).start())
 
 

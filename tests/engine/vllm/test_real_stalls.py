@@ -18,12 +18,12 @@ import pytest
 
 from tests.engine.reference import write_adapter
 from tests.engine.sampling.helpers import sample_request
+from tests.engine.vllm.real import ARGS, vllm_python
 from tinsmith.engine.base import LoraSpec, ModelCard
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.vllm.sampler import VllmSampler
-from tinsmith.engine.vllm.server import find_python
 from tinsmith.engine_options import VllmConfig
-from tinsmith.errors import ConfigError, EngineDied
+from tinsmith.errors import EngineDied
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -36,12 +36,7 @@ LONG = 8000
 @asynccontextmanager
 async def sampler_of(smollm2: Path, folder: Path) -> AsyncIterator[VllmSampler]:
     """A vLLM with version "v"."""
-    try:
-        python = find_python(VllmConfig())
-    except ConfigError as error:
-        pytest.skip(f"no vLLM here: {error}")
-    args = ("--enforce-eager", "--max-num-seqs", "8")
-    settings = VllmConfig(python=python, rank=8, adapters=1, memory=0.12, args=args)
+    settings = VllmConfig(python=vllm_python(), rank=8, adapters=1, args=(*ARGS, "--max-num-seqs", "8"))
     config = EngineConfig(
         source=str(smollm2), dtype="float32", device="cpu", threads=1, vllm=settings, engine_timeout_s=TIMEOUT_S
     )
@@ -102,11 +97,16 @@ def test_stopped_engine_is_killed(name: str, is_idle: bool, smollm2: Path, tmp_p
             if is_idle:
                 process(sampler, name).send_signal(signal.SIGSTOP)
             waiting = asyncio.create_task(sampler.sample(request))
-            await asyncio.sleep(3)
-            if not is_idle:
+            if is_idle:
+                await asyncio.sleep(3)
+                assert await running(sampler) == 0
+            else:
+                for _ in range(600):
+                    await asyncio.sleep(0.1)
+                    if await running(sampler) == 1:
+                        break
                 process(sampler, name).send_signal(signal.SIGSTOP)
             start = time.monotonic()
-            assert await running(sampler) == (0 if is_idle else 1)
             with pytest.raises(EngineDied, match=STALLED):
                 await waiting
             print(f"found after {time.monotonic() - start:.0f} s")

@@ -19,14 +19,14 @@ import psutil
 import pytest
 
 from tests.engine.sampling.helpers import sample_request, texts, trained_logprobs
+from tests.engine.vllm.real import ARGS, vllm_python
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass
 from tinsmith.engine.cluster.cluster import ClusterEngine, ModelCluster
 from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.processes.slots import LocalSlots
-from tinsmith.engine.vllm.server import find_python
 from tinsmith.engine_options import VllmConfig
-from tinsmith.errors import ConfigError, EngineDied, Gone
+from tinsmith.errors import EngineDied, Gone
 
 pytestmark = pytest.mark.slow
 
@@ -43,11 +43,7 @@ BOUNDS = {"float32": (5e-5, 5e-4), "bfloat16": (0.06, 0.5)}
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    """Python of the environment of `make vllm`, or of the `vllm` on PATH."""
-    try:
-        return find_python(VllmConfig())
-    except ConfigError as error:
-        pytest.skip(f"no vLLM here: {error}")
+    return vllm_python()
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +59,7 @@ def cluster(
     request: pytest.FixtureRequest, python: Path, smollm2: Path, tmp_path_factory: pytest.TempPathFactory, wait: Any
 ) -> Iterator[ModelCluster]:
     """The processes of the base model."""
-    settings = VllmConfig(python=python, rank=16, adapters=3, memory=0.25, args=("--enforce-eager",))
+    settings = VllmConfig(python=python, rank=16, adapters=3, args=ARGS)
     config = EngineConfig(source=str(smollm2), dtype=request.param, device="cpu", sampler="vllm", vllm=settings)
     cluster = ModelCluster(config, ClusterConfig(), LocalSlots(), tmp_path_factory.mktemp("data"))
     yield cluster

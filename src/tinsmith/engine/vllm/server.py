@@ -11,6 +11,7 @@ import errno
 import logging
 import math
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -45,6 +46,8 @@ INSTALL = (
     "(docs/serve/vllm.md; on a CPU it is another package), then --vllm-python .venv-vllm/bin/python."
 )
 LOG_LINES = 25
+ERROR = re.compile(r"^(?:\([^)]+\) )?(?:ERROR .*\] )?([\w.]*(?:Error|Exception): .+)$", re.MULTILINE)
+"""The last line of a traceback in the log of vLLM, whose processes put their name and a time before it."""
 POLL_INTERVAL_S = 0.25
 EXIT_NOTICE_S = 1.0
 HEALTH_INTERVAL_S = 5.0
@@ -191,6 +194,8 @@ class VllmServer:
         self._config, self._card, self._threads = config, card, threads
         self._timeout_s = timeout_s
         self._log = folder / "vllm.log"
+        self._log_start = 0
+        """Where the log of the last start begins."""
         self._child: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self._health = Wait("/health has not answered with status 200", timeout_s)
@@ -326,6 +331,7 @@ class VllmServer:
         self.name = f"base-{secrets.token_hex(8)}"
         command = command_of(python, self._config, self._card, port, self.name)
         with self._log.open("ab") as out:
+            self._log_start = out.tell()
             self._child = child = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=subprocess.PIPE,  # stays open until this process ends: the guard watches it
@@ -357,7 +363,7 @@ class VllmServer:
                 if child.returncode is not None:
                     code, source = child.returncode, self._card.source
                     raise EngineError(
-                        f"vLLM for {source} ended during startup (exit {code}).{self._log_tail()}",
+                        f"vLLM for {source} ended during startup (exit {code}){self._first_error()}.{self._log_tail()}",
                         "If it lacks memory, change vllm.memory, vllm.adapters or vllm.rank (docs/serve/vllm.md).",
                     )
                 with suppress(httpx.HTTPError):
@@ -455,6 +461,15 @@ class VllmServer:
         await child.wait()
         if child.stdin is not None:
             child.stdin.close()
+
+    def _first_error(self) -> str:
+        """The first error in the log of this start. The last one is that of vLLM's server, whose traceback only says
+        that another of vLLM's processes ended."""
+        with suppress(OSError), self._log.open("rb") as lines:
+            lines.seek(self._log_start)
+            found = ERROR.search(lines.read().decode(errors="replace"))
+            return f": {found[1].rstrip(' .')}" if found else ""
+        return ""
 
     def _log_tail(self, count: int = LOG_LINES) -> str:
         lines: Sequence[str] = []
