@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-import site
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests import certificates
-from tinsmith.engine.config import cache_folder
+from tests.old_versions import python_with
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
@@ -33,25 +31,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compatibility.md"
 BEGIN, END = "<!-- versions: begin -->", "<!-- versions: end -->"
 
 
-def python_with(version: str) -> Path:
-    """The interpreter of a venv with this SDK, created if missing."""
-    folder = cache_folder() / "sdk" / version
-    python = folder / "bin" / "python"
-    if not (folder / "ready").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True)
-        install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
-        subprocess.run([*install, f"tinker=={version}"], env=certificates.SYSTEM, check=True)
-        [packages] = folder.glob("lib/python*/site-packages")
-        shared = site.getsitepackages()[0]
-        (packages / "shared.pth").write_text(f"{shared}\n")  # listed last, so the SDK of the venv is imported
-        (folder / "ready").touch()
-    return python
-
-
 def outcomes(version: str, url: str, key: str) -> dict[str, str]:
     """Outcome by step: "ok" or an error."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TINKER_"))}
-    command = [str(python_with(version)), str(Path(__file__).with_name("script.py")), url, key]
+    command = [str(python_with("tinker", version, "--no-deps")), str(Path(__file__).with_name("script.py")), url, key]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=clean)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -85,21 +68,19 @@ def address(tiny_llama: Path) -> Iterator[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def outcomes_by_version() -> dict[str, dict[str, str]]:
-    return {}
+def outcomes_of(address: tuple[str, str]) -> Callable[[str], dict[str, str]]:
+    """The outcomes of a version; the script runs once for both tests."""
+    return cache(lambda version: outcomes(version, *address))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_script_runs_with_each_sdk(
-    version: str, address: tuple[str, str], outcomes_by_version: dict[str, dict[str, str]]
-) -> None:
-    outcomes_by_version[version] = outcomes(version, *address)
-    assert {step: why for step, why in outcomes_by_version[version].items() if why != "ok"} == {}
+def test_script_runs_with_each_sdk(version: str, outcomes_of: Callable[[str], dict[str, str]]) -> None:
+    assert {step: why for step, why in outcomes_of(version).items() if why != "ok"} == {}
 
 
-def test_compatibility_page_is_current(outcomes_by_version: dict[str, dict[str, str]]) -> None:
-    assert tuple(outcomes_by_version) == VERSIONS
-    assert PAGE.read_text().split(BEGIN)[1].split(END)[0].strip() == table(outcomes_by_version)
+def test_compatibility_page_is_current(outcomes_of: Callable[[str], dict[str, str]]) -> None:
+    expected = table({version: outcomes_of(version) for version in VERSIONS})
+    assert PAGE.read_text().split(BEGIN)[1].split(END)[0].strip() == expected
 
 
 def main() -> None:
