@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.architectures import save_tiny
 from tests.engine.memory_plan.models import configs
-from tinsmith.cli import doctor, serve
+from tinsmith.cli import app, doctor, serve
 from tinsmith.engine import autotune, memory_plan, model_facts, torch_engine
 from tinsmith.engine.base import ModelCard
 from tinsmith.engine.cluster.config import ClusterConfig
@@ -373,17 +371,14 @@ def test_model_is_refused_before_it_is_read(tiny_llama: Path, monkeypatch: pytes
         torch_engine.TorchEngine(EngineConfig(source=str(tiny_llama), dtype="bfloat16", pass_tokens=500_000))
 
 
-def tinsmith(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run `tinsmith serve` to its end."""
-    command = [sys.executable, "-m", "tinsmith", "serve", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-
-
-def test_plan_is_printed_for_a_card(tiny_llama: Path):
-    done = tinsmith("--plan", "--card", "80GB", "--model", str(tiny_llama), "--sampler", "vllm")
-    assert done.returncode == 0, done.stderr
+def test_plan_is_printed_for_a_card(tiny_llama: Path, capsys: pytest.CaptureFixture[str]):
+    app(
+        ["serve", "--plan", "--card", "80GB", "--model", str(tiny_llama), "--sampler", "vllm"],
+        result_action="return_value",
+    )
+    printed = capsys.readouterr().out
     for words in (f"{tiny_llama} on a GPU of 80GB", "KV cache", "cache_tokens", "vLLM KV cache", "context ", "sum"):
-        assert words in done.stdout
+        assert words in printed
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,14 @@ def test_keys_are_unique_and_cover_every_fate():
     assert {"model.tinker.rank", "algorithm.kl_loss_fn_args", "synchronizer.sync_offset"} <= set(paths)
 
 
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Settings of the small file. They name no folder."""
+    return read(tmp_path_factory.mktemp("plain")).settings.model_dump()
+
+
 @each(TRANSLATED)
-def test_translated_key_changes_the_run(key: Key, tmp_path: Path):
+def test_translated_key_changes_the_run(key: Key, tmp_path: Path, plain_run: dict[str, Any]):
     value, pairs = REFUSES.get(key.path) or NOTED.get(key.path) or EXAMPLES[key.path]
     if key.path in NOTED:
         assert [note for note in read(tmp_path, *pairs, (key.path, value)).notes if place(key) in note]
@@ -80,8 +86,8 @@ def test_translated_key_changes_the_run(key: Key, tmp_path: Path):
         with pytest.raises(ConfigError, match=key.path.split(".")[-1].replace("_eval", "")):
             read(tmp_path, *pairs, (key.path, value))
         return
-    without, with_it = read(tmp_path, *pairs), read(tmp_path, *pairs, (key.path, value))
-    assert without.settings.model_dump() != with_it.settings.model_dump()
+    before = read(tmp_path, *pairs).settings.model_dump() if pairs else plain_run
+    assert before != read(tmp_path, *pairs, (key.path, value)).settings.model_dump()
 
 
 def contexts(entries: list[Key]) -> dict[Pairs, list[Key]]:

@@ -77,11 +77,11 @@ def test_samples_do_not_depend_on_arrival_times(versions: Any, wait: Any):
 
 
 def test_requests_beyond_the_cache_wait(engine_of: Any, wait: Any):
-    small, large = engine_of("llama", cache_tokens=512), engine_of("llama")
+    small, large = engine_of("llama", cache_tokens=128), engine_of("llama")
 
     async def all_of(engine: Any) -> list[SampleResult]:
         requests = [
-            sample_request((*PROMPT, seed + 3), num_samples=4, max_tokens=60, seed=100 + seed) for seed in range(12)
+            sample_request((*PROMPT, seed + 3), num_samples=4, max_tokens=16, seed=100 + seed) for seed in range(12)
         ]
         return await asyncio.gather(*(engine.sample(request) for request in requests))
 
@@ -90,8 +90,8 @@ def test_requests_beyond_the_cache_wait(engine_of: Any, wait: Any):
 
 
 def test_request_larger_than_the_cache_does_not_hang(engine_of: Any, wait: Any):
-    engine = engine_of("llama", cache_tokens=512)
-    request = sample_request(num_samples=64, max_tokens=200)
+    engine = engine_of("llama", cache_tokens=128)
+    request = sample_request(num_samples=64, max_tokens=50)
 
     async def bounded() -> list[Any]:
         served = asyncio.wait_for(engine.sample(request), timeout=240)

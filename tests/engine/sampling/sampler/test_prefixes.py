@@ -159,16 +159,16 @@ def test_cached_and_new_prompts_in_one_pass(engine: Any, uncached: Any, wait: An
 
 
 def test_prefix_cache_stays_within_cache_tokens(engine_of: Any, engine: Any, wait: Any):
-    small = engine_of("llama", cache_tokens=600)
+    small = engine_of("llama", cache_tokens=150)
     for seed in range(12):
-        settings: dict[str, Any] = {"num_samples": 2, "max_tokens": 60, "seed": seed}
+        settings: dict[str, Any] = {"num_samples": 2, "max_tokens": 15, "seed": seed}
         prompt = (*PROMPT, seed + 3, *PROMPT)
         assert_same_samples(
             wait(small.sample(sample_request(prompt, **settings))),
             wait(engine.sample(sample_request(prompt, **settings))),
         )
         cache = small.sampler.batch.prefix_cache
-        assert 0 < cache.tokens <= 600
+        assert 0 < cache.tokens <= 150
         nodes = [node for _, node in cache._lru.values()]
         assert sum(node.keys.shape[2] for node in nodes) == cache.tokens
         # A node's tensors have their own storage: none keeps a larger one alive.
@@ -176,11 +176,11 @@ def test_prefix_cache_stays_within_cache_tokens(engine_of: Any, engine: Any, wai
 
 
 def test_evicted_conversation_continues_unchanged(engine_of: Any, engine: Any, wait: Any, cache_scope: str):
-    small = engine_of("llama", cache_tokens=600)
+    small = engine_of("llama", cache_tokens=150)
     first = wait(small.sample(sample_request(max_tokens=30, cache_scope=cache_scope)))
     prompt = next_prompt(PROMPT, first, 3, 4)
     for seed in range(8):
-        wait(small.sample(sample_request((seed + 20, *PROMPT), max_tokens=100, cache_scope=cache_scope)))
+        wait(small.sample(sample_request((seed + 20, *PROMPT), max_tokens=25, cache_scope=cache_scope)))
     second = wait(small.sample(sample_request(prompt, max_tokens=30, cache_scope=cache_scope)))
     assert second.prompt_cache_hit_tokens == 0
     assert_same_samples(second, wait(engine.sample(sample_request(prompt, max_tokens=30))))
