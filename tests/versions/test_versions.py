@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.old_versions import python_with
+from tests.versions.venvs import python_with
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 

@@ -84,7 +84,7 @@ def test_reward_that_raises_fails_its_rollout_alone():
     sampled = rollouts(VerifiersLegacyEnvironment(id=SUMS), ["2", "crash"])
     assert {(rollout.text, rollout.reward, rollout.error) for rollout in sampled} == {
         ("2", 1.0, ""),
-        ("crash", 0.0, "reward: exact: OSError: the scorer is gone"),
+        ("crash", 0.0, "reward: exact: OSError: the scorer is gone (packages/legacy_sums.py:15)"),
     }
 
 

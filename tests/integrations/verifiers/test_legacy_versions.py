@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.old_versions import python_with
+from tests.versions.venvs import python_with
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent

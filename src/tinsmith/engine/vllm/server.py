@@ -467,8 +467,8 @@ class VllmServer:
         that another of vLLM's processes ended."""
         with suppress(OSError), self._log.open("rb") as lines:
             lines.seek(self._log_start)
-            found = ERROR.search(lines.read().decode(errors="replace"))
-            return f": {found[1].rstrip(' .')}" if found else ""
+            error = ERROR.search(lines.read().decode(errors="replace"))
+            return f": {error[1].rstrip(' .')}" if error else ""
         return ""
 
     def _log_tail(self, count: int = LOG_LINES) -> str:
