@@ -115,6 +115,8 @@ def write_results(out: Path) -> None:
     """Write the outcomes of all runs in `out` as JSON and as a table."""
     outcomes = [each for name in KINDS if (each := outcome(name, out / name))]
     learned = sum(each.learned for each in outcomes)
+    others = ", ".join(name for name in KINDS if name not in [each.name for each in outcomes])
+    missing = f" Not measured: {others}." if others else ""
     made = {
         "measured": f"{datetime.now():%Y-%m-%d}",
         "machine": table.machine(),
@@ -129,7 +131,8 @@ def write_results(out: Path) -> None:
                 "SmolLM2-135M-Instruct; the [run files](../defaults) set a model, tasks, rewards, the length of a reply"
                 " and the number of steps. The numbers are mean rewards of held-out tasks, sampled greedily, of the"
                 " last evaluation; the best constant answer is the best of all their right answers. "
-                f"{learned} of {len(outcomes)} rise above it.",
+                f"{learned} of {len(outcomes)} rise above it. A run that was ended counts up to its last "
+                f"evaluation.{missing}",
                 "",
                 f"{made['machine']}, {made['measured']}; minutes of the steps, beside other work.",
                 "",
