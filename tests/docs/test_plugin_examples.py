@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         sys.modules.pop(name.removesuffix(".py"), None)
 
 
-@pytest.mark.parametrize("part", [part for part in PARTS if "type: judge" not in part])
+@pytest.mark.parametrize("part", [part for part in PARTS if not re.search("type: (rank_)?judge\\b", part)])
 def test_example_runs_without_failed_rollouts(folder, part, monkeypatch):
     monkeypatch.chdir(folder.parent)
     Path("programs.jsonl").write_text(PROGRAMS)
@@ -89,6 +89,12 @@ def test_judge_example_is_a_valid_config(tmp_path):
     assert len(settings(tmp_path, **yaml.safe_load(part)).rewards) == 3
 
 
+def test_rank_judge_example_is_a_valid_config(tmp_path):
+    (part,) = [part for part in PARTS if "type: rank_judge" in part]
+    (reward,) = settings(tmp_path, eval={}, **yaml.safe_load(part)).rewards
+    assert reward.of_group
+
+
 def test_reward_model_example_is_a_valid_config(tmp_path):
     (part,) = [part for part in PARTS if "type: reward_model" in part]
     assert len(settings(tmp_path, **yaml.safe_load(part)).rewards) == 1
@@ -96,7 +102,7 @@ def test_reward_model_example_is_a_valid_config(tmp_path):
 
 def test_page_has_each_kind_of_example():
     assert len(FILES) == 6
-    assert len(PARTS) == 9
+    assert len(PARTS) == 10
 
 
 def test_examples_import_only_the_public_api():

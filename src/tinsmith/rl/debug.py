@@ -35,7 +35,7 @@ class DebugRollout:
     """
 
     group: Group
-    """A group of one rollout."""
+    """A group of one rollout, or of two where a reward compares them; the first is shown."""
     chat: ChatCodec
     seconds: dict[str, float]
     """Seconds to load tasks, connect and sample."""
@@ -60,7 +60,9 @@ async def debug_rollout(config: RunConfig, connect: Connect) -> DebugRollout:
         connected = time.perf_counter()
         workflow = training_workflow(config, resources)
         runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
-        (group,) = await runner.run_groups(workflow, [task], snapshot, size=1, seeds=[request_seed(config.seed, 1, 0)])
+        size = 2 if any(each.group_rewards for each in config.trained) else 1
+        seeds = [request_seed(config.seed, 1, 0)]
+        (group,) = await runner.run_groups(workflow, [task], snapshot, size=size, seeds=seeds)
         done = time.perf_counter()
     finally:
         await resources.close()

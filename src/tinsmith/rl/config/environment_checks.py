@@ -97,8 +97,12 @@ def _check_evaluation(config: RunSettings) -> None:
     for each in config.all_environments:
         if not each.weight:
             _check_only_evaluated(each, settings)
-        if each.evaluates and not each.provides_rewards:
-            raise ValueError(f"environment {each.title}: no reward function scores the answers; set its rewards")
+        if each.evaluates and not each.evaluated_with(None, ()).provides_rewards:
+            lacking, fix = "no reward function scores the answers", "set its rewards"
+            if each.group_rewards:
+                lacking = f"{each.group_rewards[0]} compares replies, and no reward function scores single ones"
+                fix += ", or held_out to 0" if each.weight else ""
+            raise ValueError(f"environment {each.title}: {lacking}; {fix}")
 
 
 def _check_only_evaluated(environment: EnvironmentOptions, settings: EvalConfig) -> None:

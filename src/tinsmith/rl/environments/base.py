@@ -129,6 +129,11 @@ class EnvironmentOptions(WorkflowOptions):
         """Whether each rollout says if it is right, so that eval.threshold has no effect."""
         return False
 
+    @property
+    def group_rewards(self) -> tuple[str, ...]:
+        """Titles of the rewards that compare the rollouts of a group."""
+        return ()
+
     def tasks(self) -> Sequence[Task]:
         """All tasks, the same in every run. A sequence that makes its items on access loads only the tasks used."""
         raise NotImplementedError
@@ -146,7 +151,8 @@ class EnvironmentOptions(WorkflowOptions):
         `policy.context.resources`."""
 
     def evaluated_with(self, workflow: WorkflowOptions | None, rewards: Sequence[Reward]) -> EnvironmentOptions:
-        """The environment with the workflow and the rewards of an evaluation, which only type `tasks` may have."""
+        """The environment with the workflow and the rewards of an evaluation, which only type `tasks` may have; without
+        rewards of its own that compare a group."""
         return self
 
     def split(self, seed: int, *, train: bool) -> tuple[TaskSampler | None, tuple[Task, ...]]:

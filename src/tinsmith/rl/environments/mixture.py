@@ -18,6 +18,7 @@ from tinsmith.rl.environments.base import EnvironmentOptions
 from tinsmith.rl.policy.sampling import SamplingConfig, Snapshot
 from tinsmith.rl.types import Group, Rollout, Task
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
+from tinsmith.rl.workflows.group_scoring import GroupScoring
 
 _STREAM = 4
 """Separates the random numbers of the mixture from those of task orders."""
@@ -120,7 +121,7 @@ class MixtureSampler(TaskSampler):
             sampler.restore(saved.get("cursor", 0) - later[name] + ahead[name], saved.get("order", {}))
 
 
-class MixtureWorkflow(Workflow):
+class MixtureWorkflow(GroupScoring):
     """Passes each task to the workflow of its environment."""
 
     def __init__(self, workflows: Mapping[str, Workflow]) -> None:
@@ -129,6 +130,19 @@ class MixtureWorkflow(Workflow):
     @override
     async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
         return await self._workflows[task.environment].run(task, policy, count=count, seed=seed)
+
+    @override
+    def scores_group(self, task: Task) -> bool:
+        return isinstance(self._workflows[task.environment], GroupScoring)
+
+    @override
+    async def score_group(
+        self, task: Task, rollouts: Sequence[Rollout], policy: Snapshot, *, seed: int
+    ) -> tuple[Rollout, ...]:
+        workflow = self._workflows[task.environment]
+        if not isinstance(workflow, GroupScoring):
+            return tuple(rollouts)
+        return await workflow.score_group(task, rollouts, policy, seed=seed)
 
 
 def mixture_workflow(

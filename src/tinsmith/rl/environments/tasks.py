@@ -15,6 +15,7 @@ from tinsmith.rl.rewards import Reward, RewardConfig, Rewards
 from tinsmith.rl.types import Task
 from tinsmith.rl.workflows import WorkflowConfig
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOptions
+from tinsmith.rl.workflows.group_scoring import GroupScoredWorkflow
 from tinsmith.rl.workflows.single_turn import SingleTurnConfig
 
 
@@ -54,6 +55,11 @@ class TasksEnvironment(TasksConfig, EnvironmentOptions):
     def says_correct(self) -> bool:
         return any(reward.says_correct for reward in self.rewards)
 
+    @property
+    @override
+    def group_rewards(self) -> tuple[str, ...]:
+        return tuple(reward.title for reward in self.rewards if reward.of_group)
+
     @override
     def tasks(self) -> Sequence[Task]:
         return training_tasks(self)
@@ -64,7 +70,8 @@ class TasksEnvironment(TasksConfig, EnvironmentOptions):
 
     @override
     def evaluated_with(self, workflow: WorkflowOptions | None, rewards: Sequence[Reward]) -> EnvironmentOptions:
-        return self.model_copy(update={"workflow": workflow or self.workflow, "rewards": rewards or self.rewards})
+        own = tuple(reward for reward in self.rewards if not reward.of_group)
+        return self.model_copy(update={"workflow": workflow or self.workflow, "rewards": rewards or own})
 
     @override
     def split(self, seed: int, *, train: bool) -> tuple[TaskSampler | None, tuple[Task, ...]]:
@@ -80,7 +87,8 @@ class TasksEnvironment(TasksConfig, EnvironmentOptions):
     @override
     def make(self, context: WorkflowContext) -> Workflow:
         rewards = Rewards(self.rewards, needed=context.rewards.needed, pool=context.rewards.pool)
-        return self.workflow.make(replace(context, rewards=rewards))
+        workflow = self.workflow.make(replace(context, rewards=rewards))
+        return GroupScoredWorkflow(workflow, rewards) if self.group_rewards else workflow
 
 
 class TopLevelEnvironment(TasksEnvironment):

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from tinsmith.errors import ConfigError
+from tinsmith.plurals import counted
 from tinsmith.rl.guards.user_code import run_user_code
 from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.rewards.base import Reward, Score, all_correct
@@ -26,6 +27,7 @@ from tinsmith.rl.rewards.gym import ReasoningGymScore
 from tinsmith.rl.rewards.judge import Judge
 from tinsmith.rl.rewards.mathematics import Math, MathBoxed, MathVerify
 from tinsmith.rl.rewards.numbers import Closeness, Marked, Number
+from tinsmith.rl.rewards.rank_judge import RankJudge
 from tinsmith.rl.rewards.reward_model import RewardModel
 from tinsmith.rl.scoring.pool import ScoringPool
 from tinsmith.rl.types import Rollout, Task, Trajectory
@@ -46,6 +48,7 @@ RewardConfig = Annotated[
     | ReasoningGymScore
     | CodeTests
     | Judge
+    | RankJudge
     | RewardModel
     | CustomReward,
     Field(discriminator="type"),
@@ -82,20 +85,44 @@ class Rewards:
         """Whether the run has any reward function."""
         return bool(self._parts)
 
+    def groups_score(self, role: str) -> bool:
+        """Whether a reward compares the trajectories of this role in a group."""
+        return any(config.of_group and config.role in ("", role) for config in self._parts.values())
+
     async def score(self, task: Task, trajectory: Trajectory, policy: Snapshot) -> Score:
-        """The weighted sum, with each reward before its weight as a part.
+        """The weighted sum, with each reward before its weight as a part; without rewards that compare a group.
 
         A reward that consists of named parts is recorded as NAME, their sum, and NAME/PART.
         """
-        rollout, total, parts, verdicts = Rollout(trajectories=(trajectory,)), 0.0, dict[str, float](), []
+        rollout, scores = Rollout(trajectories=(trajectory,)), dict[str, Score]()
         for name, config in self._parts.items():
-            if config.role in ("", trajectory.role):
-                score = await run_user_code(self._score_by(config, task, rollout, policy))
-                parts |= {f"{name}/{part}": value for part, value in score.parts.items()}
-                parts[name] = score.value
-                total += config.weight * score.value
-                verdicts.append(score.correct)
-        return Score(value=total, correct=all_correct(verdicts), parts=parts)
+            if config.role in ("", trajectory.role) and not config.of_group:
+                scores[name] = await run_user_code(self._score_by(config, task, rollout, policy))
+        return self._sum(scores)
+
+    async def score_group(
+        self, task: Task, trajectories: Sequence[Trajectory], policy: Snapshot, seed: int
+    ) -> list[Score]:
+        """As `score`, by the rewards that compare a group: for all its trajectories of one role. Raises ValueError
+        for a reward that does not return one value for each."""
+        rollouts = [Rollout(trajectories=(each,)) for each in trajectories]
+        by_rollout: list[dict[str, Score]] = [{} for _ in rollouts]
+        for name, config in self._parts.items():
+            if config.of_group and config.role in ("", trajectories[0].role):
+                values = list(await run_user_code(config.judge_group(task, rollouts, policy, seed)))
+                if len(values) != len(rollouts):
+                    raise ValueError(f"{name} returned {counted(len(values), 'value')} for {len(rollouts)} replies")
+                for scores, value in zip(by_rollout, values, strict=True):
+                    scores[name] = Score.of(value)
+        return [self._sum(scores) for scores in by_rollout]
+
+    def _sum(self, scores: Mapping[str, Score]) -> Score:
+        total, parts = 0.0, dict[str, float]()
+        for name, score in scores.items():
+            parts |= {f"{name}/{part}": value for part, value in score.parts.items()}
+            parts[name] = score.value
+            total += self._parts[name].weight * score.value
+        return Score(value=total, correct=all_correct(score.correct for score in scores.values()), parts=parts)
 
     async def _score_by(self, config: Reward, task: Task, rollout: Rollout, policy: Snapshot) -> Score:
         if isinstance(config, CustomReward) and config.isolated and self.pool is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -60,7 +60,8 @@ def all_correct(verdicts: Iterable[bool | None]) -> bool | None:
 
 
 class Reward(Settings):
-    """Base class of reward functions. A subclass implements `score`, or `judge` if it needs more than the reply's text.
+    """Base class of reward functions. A subclass implements `score`, or `judge` if it needs more than the reply's text,
+    or `judge_group` to compare the replies of a group.
 
     The fields of a subclass are its settings in the run file.
 
@@ -91,6 +92,11 @@ class Reward(Settings):
         """Whether every score of this reward says what is right."""
         return False
 
+    @property
+    def of_group(self) -> bool:
+        """Whether the reward scores the replies of a group together, by `judge_group`."""
+        return type(self).judge_group is not Reward.judge_group
+
     def score(self, task: Task, text: str) -> RewardValue:
         """Return the reward of a reply, given its text. An exception marks the rollout as failed."""
         raise NotImplementedError
@@ -101,3 +107,12 @@ class Reward(Settings):
         `policy` is the policy that sampled the rollout; `policy.open_model` gives access to other models of its server.
         """
         return self.score(task, rollout.text)
+
+    async def judge_group(
+        self, task: Task, rollouts: Sequence[Rollout], policy: Snapshot, seed: int
+    ) -> Sequence[RewardValue]:
+        """Return the rewards of the rollouts of a group that did not fail. An exception marks all of them as failed.
+
+        `seed` is that of the group, for random choices.
+        """
+        raise NotImplementedError

@@ -83,7 +83,14 @@ class ComparedReward(PooledReward):
 
 
 async def score_by(reward: Reward, task: Task, rollout: Rollout, policy: Snapshot, pool: ScoringPool | None) -> Score:
-    """The score of a rollout by a reward. Without a pool, it is computed in this process."""
+    """The score of a rollout by a reward. Without a pool, it is computed in this process.
+
+    Raises ValueError for a reward that compares the replies of a group.
+    """
+    if reward.of_group:
+        raise ValueError(
+            f"the reward {reward.title} compares the replies of a group; list it in rewards of the run file"
+        )
     if isinstance(reward, PooledReward) and pool is not None:
         return await reward.judge_in(pool, task, rollout)
     return Score.of(await reward.judge(task, rollout, policy))

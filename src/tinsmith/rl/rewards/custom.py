@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+import inspect
+from collections.abc import Sequence
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -26,7 +28,8 @@ from tinsmith.rl.types import Rollout, Task
 
 
 class CustomReward(CustomPart, Reward):
-    """User code: a function of (task, rollout), a class whose instances are such functions, or a Reward class."""
+    """User code: a function of (task, rollout), or of (task, rollouts) for the whole group; a class whose instances are
+    such functions; or a Reward class."""
 
     kind: ClassVar[Kind] = "reward"
     type: Literal["custom"] = "custom"
@@ -39,6 +42,15 @@ class CustomReward(CustomPart, Reward):
         target = self._target
         if self.isolated and (isinstance(target, Reward) or not isinstance(self.path, str)):
             raise ValueError("isolated needs a function or a class with __call__, named by its import path")
+        if self.isolated and self.of_group:
+            raise ValueError("isolated is not used with a reward that compares the replies of a group; leave it out")
+
+    @property
+    @override
+    def of_group(self) -> bool:
+        if isinstance(self._target, Reward):
+            return self._target.of_group
+        return "rollouts" in inspect.signature(self._target).parameters
 
     @property
     @override
@@ -48,7 +60,8 @@ class CustomReward(CustomPart, Reward):
 
     @cached_property
     def _target(self) -> Any:
-        """A Reward, or a function of (task, rollout). Raises ValueError if the path or the arguments are wrong."""
+        """A Reward, or a function of (task, rollout) or (task, rollouts). Raises ValueError if path or arguments are
+        wrong."""
         target, path = import_object(self.path), path_text(self.path)
         if isinstance(target, type) and issubclass(target, Reward):
             return validated(target, path, self.args)
@@ -58,7 +71,7 @@ class CustomReward(CustomPart, Reward):
         if not callable(target):
             raise ValueError(f"{path} is neither a function nor a class")
         check_signature(target, path, ("task", "rollout"), self.args, KINDS["reward"].own_keys)
-        return lambda task, rollout: target(task, rollout, **self.args)
+        return partial(target, **self.args)
 
     async def judge_isolated(self, pool: ScoringPool, task: Task, rollout: Rollout) -> Score:
         """The score of a rollout, made in a process of `pool`. Raises TimeoutError or ComparisonError."""
@@ -73,3 +86,11 @@ class CustomReward(CustomPart, Reward):
         if isinstance(self._target, Reward):
             return await self._target.judge(task, rollout, policy)
         return await await_if_needed(self._target(task, rollout))
+
+    @override
+    async def judge_group(
+        self, task: Task, rollouts: Sequence[Rollout], policy: Snapshot, seed: int
+    ) -> Sequence[RewardValue]:
+        if isinstance(self._target, Reward):
+            return await self._target.judge_group(task, rollouts, policy, seed)
+        return await await_if_needed(self._target(task, rollouts))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
 
 import httpx
 from pydantic import Field, model_validator
@@ -67,28 +67,15 @@ class Criterion(Settings):
     """Weight in the score. Negative: a criterion that a good answer does not meet."""
 
 
-class Judge(Reward):
-    """Score by another model, 0 to 1: a grade, or the weighted share of met criteria of a rubric (arXiv 2507.17746)."""
+class ModelJudge(Reward):
+    """Base class of rewards that ask a model of the policy's server, or of an OpenAI-compatible one."""
 
-    type: Literal["judge"] = "judge"
     model: str
     """Base model or tinker:// path on the policy's server; with `base_url`, the model's name on that server."""
     base_url: str = ""
     """OpenAI-compatible server of the judge, such as http://127.0.0.1:8001/v1. Empty: the policy's server."""
     key_env: str = "OPENAI_API_KEY"
     """With `base_url`: environment variable that holds the API key. If it is not set, no key is sent."""
-    prompt: str = ""
-    """Replaces the built-in prompt. Fields: {question}, {answer}, {reply}, {low}, {high}, {criteria}, {count}."""
-    rubric: tuple[Criterion, ...] = ()
-    """Criteria for the replies to every task."""
-    rubric_key: str = ""
-    """Key in a task's `extra` that holds more criteria, as a list of {description, weight}. Empty: none."""
-    low: float = 0.0
-    """Lowest grade; it scores 0."""
-    high: float = 10.0
-    """Highest grade; it scores 1."""
-    right_from: float | None = Field(default=None, gt=0, le=1)
-    """Score from which the rollout is right, for pass@k. Not set: this reward does not say what is right."""
     max_tokens: int = Field(default=512, ge=1)
     """Maximum tokens of the judge's response."""
     temperature: float = Field(default=0.0, ge=0)
@@ -99,52 +86,24 @@ class Judge(Reward):
     """With `base_url`: timeout of a request to the judge, in seconds."""
 
     @model_validator(mode="after")
-    def _check_settings(self) -> Judge:
-        if self.high <= self.low:
-            raise ValueError("high must be above low")
+    def _check_server(self) -> Self:
         if "base_url" not in self.model_fields_set and self.model_fields_set & {"key_env", "timeout"}:
             raise ValueError("key_env and timeout have no effect without base_url; set base_url or remove them")
         return self
 
-    @property
-    @override
-    def says_correct(self) -> bool:
-        return self.right_from is not None
+    async def ask(self, prompt: str, fields: Mapping[str, str], policy: Snapshot, seed: int = 0) -> str:
+        """The model's response to a prompt with its {fields} replaced. Raises ValueError or httpx errors for a request
+        that failed."""
+        text = _fill(prompt, fields)
+        return await (self._ask_server(text) if self.base_url else self._ask_policy_server(text, policy, seed))
 
-    @override
-    async def judge(self, task: Task, rollout: Rollout, policy: Snapshot) -> Score:
-        """Return the score. Raises ValueError for a response without a grade, httpx errors for a failed request."""
-        rubric = self._rubric(task)
-        fields = {
-            "question": "\n\n".join(message.content for message in task.messages),
-            "answer": task.answer,
-            "reply": rollout.text,
-            "low": f"{self.low:g}",
-            "high": f"{self.high:g}",
-            "criteria": "\n".join(f"{number}. {criterion.description}" for number, criterion in enumerate(rubric, 1)),
-            "count": str(len(rubric)),
-        }
-        prompt = _fill(self.prompt or (CHECK if rubric else GRADE), fields)
-        response = await (self._ask_server(prompt) if self.base_url else self._ask_policy_server(prompt, policy))
-        value = _weighted_share(response, rubric) if rubric else self._grade(response)
-        return Score(value=value, correct=None if self.right_from is None else value >= self.right_from - 1e-9)
-
-    def _rubric(self, task: Task) -> Sequence[Criterion]:
-        if not self.rubric_key:
-            return self.rubric
-        rows = task.extra.get(self.rubric_key)
-        if not isinstance(rows, list) or not rows:
-            raise ValueError(f"{task.id} has no rubric under {self.rubric_key!r}")
-        criteria = [{key: row[key] for key in ("description", "weight") if key in row} for row in rows]
-        return [*self.rubric, *(Criterion.model_validate(values) for values in criteria)]
-
-    async def _ask_policy_server(self, prompt: str, policy: Snapshot) -> str:
+    async def _ask_policy_server(self, prompt: str, policy: Snapshot, seed: int) -> str:
         judge = await policy.open_model(self.model)
         sampling = SamplingConfig(max_tokens=self.max_tokens, temperature=self.temperature)
         tokens = judge.chat.with_template_values(self.chat_template_values).prompt(
             [Message(role="user", content=prompt)]
         )
-        turns = await judge.sample(tokens, count=1, seed=0, sampling=sampling)
+        turns = await judge.sample(tokens, count=1, seed=seed, sampling=sampling)
         return turns[0].text
 
     async def _ask_server(self, prompt: str) -> str:
@@ -167,11 +126,71 @@ class Judge(Reward):
             raise ValueError(f"the judge at {self.base_url} answered {response.status_code}: {response.text[:200]}")
         return str(response.json()["choices"][0]["message"]["content"])
 
+
+class Judge(ModelJudge):
+    """Score by another model, 0 to 1: a grade, or the weighted share of met criteria of a rubric (arXiv 2507.17746)."""
+
+    type: Literal["judge"] = "judge"
+    prompt: str = ""
+    """Replaces the built-in prompt. Fields: {question}, {answer}, {reply}, {low}, {high}, {criteria}, {count}."""
+    rubric: tuple[Criterion, ...] = ()
+    """Criteria for the replies to every task."""
+    rubric_key: str = ""
+    """Key in a task's `extra` that holds more criteria, as a list of {description, weight}. Empty: none."""
+    low: float = 0.0
+    """Lowest grade; it scores 0."""
+    high: float = 10.0
+    """Highest grade; it scores 1."""
+    right_from: float | None = Field(default=None, gt=0, le=1)
+    """Score from which the rollout is right, for pass@k. Not set: this reward does not say what is right."""
+
+    @model_validator(mode="after")
+    def _check_scale(self) -> Judge:
+        if self.high <= self.low:
+            raise ValueError("high must be above low")
+        return self
+
+    @property
+    @override
+    def says_correct(self) -> bool:
+        return self.right_from is not None
+
+    @override
+    async def judge(self, task: Task, rollout: Rollout, policy: Snapshot) -> Score:
+        """Return the score. Raises ValueError for a response without a grade, httpx errors for a failed request."""
+        rubric = self._rubric(task)
+        fields = {
+            "question": question_of(task),
+            "answer": task.answer,
+            "reply": rollout.text,
+            "low": f"{self.low:g}",
+            "high": f"{self.high:g}",
+            "criteria": "\n".join(f"{number}. {criterion.description}" for number, criterion in enumerate(rubric, 1)),
+            "count": str(len(rubric)),
+        }
+        response = await self.ask(self.prompt or (CHECK if rubric else GRADE), fields, policy)
+        value = _weighted_share(response, rubric) if rubric else self._grade(response)
+        return Score(value=value, correct=None if self.right_from is None else value >= self.right_from - 1e-9)
+
+    def _rubric(self, task: Task) -> Sequence[Criterion]:
+        if not self.rubric_key:
+            return self.rubric
+        rows = task.extra.get(self.rubric_key)
+        if not isinstance(rows, list) or not rows:
+            raise ValueError(f"{task.id} has no rubric under {self.rubric_key!r}")
+        criteria = [{key: row[key] for key in ("description", "weight") if key in row} for row in rows]
+        return [*self.rubric, *(Criterion.model_validate(values) for values in criteria)]
+
     def _grade(self, response: str) -> float:
         grades = _SCORE.findall(response)
         if not grades:
             raise ValueError(f"the judge gave no grade: {response[-200:]!r}")
         return min(1.0, max(0.0, (float(grades[-1]) - self.low) / (self.high - self.low)))
+
+
+def question_of(task: Task) -> str:
+    """The texts of a task's messages."""
+    return "\n\n".join(message.content for message in task.messages)
 
 
 def _weighted_share(response: str, rubric: Sequence[Criterion]) -> float:
@@ -185,6 +204,6 @@ def _weighted_share(response: str, rubric: Sequence[Criterion]) -> float:
     return max(0.0, sum(met) / total)
 
 
-def _fill(prompt: str, fields: dict[str, str]) -> str:
+def _fill(prompt: str, fields: Mapping[str, str]) -> str:
     """Replace every {field} of the prompt. Not str.format, because replies and prompts contain other braces."""
     return re.sub(r"\{(\w+)\}", lambda match: fields.get(match[1], match[0]), prompt)

@@ -17,7 +17,8 @@ from tinsmith.rl.policy.sampling import Snapshot, request_seed
 from tinsmith.rl.rollouts.failures import CANCELLED
 from tinsmith.rl.types import Group, Rollout, Task
 from tinsmith.rl.workflows.base import Workflow
-from tinsmith.rl.workflows.results import checked
+from tinsmith.rl.workflows.group_scoring import GroupScoring
+from tinsmith.rl.workflows.results import checked, fail_if_not_finite
 from tinsmith.settings import Needs, Settings
 
 
@@ -72,6 +73,8 @@ class _GroupAttempt:
     version: int = 0
     ended: bool = False
     """Whether all attempts are over; False if the group was cancelled."""
+    unscored: bool = False
+    """Whether rewards that compare the rollouts are missing."""
 
     @property
     def open_slots(self) -> list[int]:
@@ -85,7 +88,8 @@ class _GroupAttempt:
 
     def to_group(self, *, require_all: bool) -> Group:
         """The current rollouts as a Group. With `require_all`, one failed rollout fails all of them."""
-        rollouts = tuple(rollout or Rollout(error=CANCELLED) for rollout in self.slots)
+        slots = (None,) * len(self.slots) if self.unscored else self.slots
+        rollouts = tuple(rollout or Rollout(error=CANCELLED) for rollout in slots)
         errors = [rollout.error for rollout in rollouts if rollout.error]
         if require_all and errors:
             error = f"dropped with its group: {errors[0]}"
@@ -153,6 +157,8 @@ class RolloutRunner:
 
     async def _run_group(self, workflow: Workflow, group: _GroupAttempt, policy: Snapshot) -> None:
         group.version = policy.version
+        scorer = workflow if isinstance(workflow, GroupScoring) and workflow.scores_group(group.task) else None
+        group.unscored = scorer is not None
         for retry in range(self.config.retries + 1):
             slots = group.open_slots
             size = self.config.split or len(slots)
@@ -163,9 +169,28 @@ class RolloutRunner:
                     for number, call_slots in enumerate(calls)
                 )
             )
+            if scorer is not None and group.has_success and not (group.open_slots and retry < self.config.retries):
+                await self._score_group(scorer, group, policy)
             if not group.open_slots:
                 break
-        group.ended = True
+        group.ended, group.unscored = True, False
+
+    async def _score_group(self, scorer: GroupScoring, group: _GroupAttempt, policy: Snapshot) -> None:
+        """Add the rewards that compare the rollouts, within the time limit of an attempt."""
+        rollouts = tuple(rollout or Rollout(error=CANCELLED) for rollout in group.slots)
+        clock = AttemptClock(self.config.timeout)
+
+        async def attempt() -> tuple[Rollout, ...]:
+            async with clock:
+                limited = self.requests.around(policy, clock)
+                return await scorer.score_group(group.task, rollouts, limited, seed=group.seed)
+
+        try:
+            scored = await bounded(attempt(), lambda: clock.expired)
+        except (TimeoutError, Stuck):
+            message = f"reward: timed out after {self.config.timeout:.3g} seconds"
+            scored = tuple(each if each.error else each.failed(message) for each in rollouts)
+        group.slots[:] = map(fail_if_not_finite, scored)
 
     async def _fill_slots(
         self, workflow: Workflow, group: _GroupAttempt, policy: Snapshot, slots: Sequence[int], call: tuple[int, int]

@@ -33,9 +33,45 @@ async def scored(
         if not is_fault(error):
             raise
         return rollout.failed(f"reward: {describe(error)}")
-    if without_reward and rewards.needed and not any(score.parts for _, score in scores):
-        role = without_reward[0]
+    role = next((role for role in without_reward if not rewards.groups_score(role)), None)
+    if role is not None and rewards.needed and not any(score.parts for _, score in scores):
         return rollout.failed(NO_REWARD if role == POLICY else f"{NO_REWARD} to {role}")
+    return _with_scores(rollout, scores)
+
+
+async def scored_group(
+    task: Task, rollouts: Sequence[Rollout], rewards: Rewards, policy: Snapshot, seed: int
+) -> tuple[Rollout, ...]:
+    """Return the rollouts with the rewards that compare the trajectories of a role in a group. If one raises, all
+    rollouts have failed. `seed`: that of the group."""
+    scores: list[dict[int, Score]] = [{} for _ in rollouts]
+    places = [
+        (at, number, each)
+        for at, rollout in enumerate(rollouts)
+        if not rollout.error
+        for number, each in enumerate(rollout.trajectories)
+    ]
+    try:
+        for role in dict.fromkeys(each.role for *_, each in places):
+            members = [place for place in places if place[2].role == role]
+            of_role = await rewards.score_group(task, [each for *_, each in members], policy, seed)
+            for (at, number, _), score in zip(members, of_role, strict=True):
+                scores[at][number] = score
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        message = f"reward: {describe(error)}"
+        return tuple(each if each.error else each.failed(message) for each in rollouts)
+    return tuple(
+        rollout
+        if rollout.error
+        else _with_scores(rollout, [(each, of_rollout[at]) for at, each in enumerate(rollout.trajectories)])
+        for rollout, of_rollout in zip(rollouts, scores, strict=True)
+    )
+
+
+def _with_scores(rollout: Rollout, scores: Sequence[tuple[Trajectory, Score]]) -> Rollout:
+    """The rollout with the scores of its trajectories added to their rewards."""
     parts = dict(rollout.reward_parts)
     for role in rollout.roles:
         of_role = [score.parts for trajectory, score in scores if trajectory.role == role]
