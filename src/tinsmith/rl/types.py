@@ -130,7 +130,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """A reply from a dataset to train on, or a pair of a better and a worse reply.
+    """A reply from a dataset to train on, or a pair of a better and a worse reply, or a reply with a label.
 
     Example: Demonstration(id="addition/2042", messages=(question, Message(role="assistant", content="52")))
     """
@@ -141,6 +141,8 @@ class Demonstration:
     """A chat that ends with the reply to learn; of a pair, with the better reply."""
     rejected: tuple[Message, ...] = ()
     """Of a pair: the chat that ends with the worse reply. Empty if there is no pair."""
+    desirable: bool | None = None
+    """Of a reply with a label: whether it is good. None if it has no label."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Tool definitions for the chat template."""
 

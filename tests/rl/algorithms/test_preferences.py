@@ -12,6 +12,8 @@ from torch.nn.functional import logsigmoid
 
 from tests.rl.algorithms.test_losses import batch_of
 from tinsmith.errors import ConfigError
+from tinsmith.rl.algorithms.config import AlgorithmConfig
+from tinsmith.rl.algorithms.loss_dispatch import tokens_of_rows
 from tinsmith.rl.algorithms.losses.preference import (
     BradleyTerryLoss,
     IpoLoss,
@@ -21,6 +23,7 @@ from tinsmith.rl.algorithms.losses.preference import (
     SimpoLoss,
     log_odds,
 )
+from tinsmith.rl.policy.training_rows import Kind, TrainingRow
 
 LENGTHS = ((2, 1), (1, 2), (3, 4))
 """Tokens of the chosen and the rejected reply of each pair."""
@@ -70,7 +73,7 @@ def bradley_terry(p: list[Tensor], ref: list[Tensor]) -> Tensor:
         (IpoLoss(tau=0.4), ipo),
         (SimpoLoss(beta=1.5, gamma=0.3), simpo),
         (OrpoLoss(weight=0.2), orpo),
-        (KtoLoss(beta=0.5, chosen_weight=1.2, rejected_weight=0.7), kto),
+        (KtoLoss(beta=0.5, desirable_weight=1.2, undesirable_weight=0.7), kto),
         (BradleyTerryLoss(center=0.05), bradley_terry),
     ],
     ids=lambda value: getattr(value, "type", ""),
@@ -100,6 +103,55 @@ def test_loss_and_gradient_equal_those_of_the_paper(loss: PreferenceLoss, formul
     assert float(arrays) == pytest.approx(float(value.detach()))
     with pytest.raises(ConfigError, match="pairs"):
         loss.total(*batch_of(rows, reference=ref))
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("labels", ["+--", "+++", "--", "+-+-"])
+def test_kto_of_labels_equals_the_paper(labels, seed):
+    """Equation 8 of arXiv 2402.01306, written out; each reply has a row after another prompt."""
+    random = np.random.default_rng(seed)
+    p = [-random.uniform(0.1, 3.0, length) for length in random.integers(1, 5, 2 * len(labels))]
+    ref = [each - (0.3 if seed else -0.3) - random.uniform(-0.1, 0.1, len(each)) for each in p]
+    kinds: list[Kind] = []
+    for label in labels:
+        kinds += ["desirable" if label == "+" else "undesirable", "mismatched"]
+    rows = [_row(kind, *columns) for kind, *columns in zip(kinds, p, ref, strict=True)]
+    config = AlgorithmConfig.model_validate(
+        {"type": "kto", "loss": {"beta": 0.5, "desirable_weight": 1.2, "undesirable_weight": 0.7}}
+    )
+    batch = tokens_of_rows(rows, config, 1).as_tensors()
+    leaf = torch.from_numpy(np.concatenate(p)).requires_grad_()
+    value, metrics = config.loss.total(leaf, batch)
+    ratios = [each.sum() for each in (leaf - torch.from_numpy(np.concatenate(ref))).split(list(map(len, p)))]
+    z = max(0.0, float(torch.stack(ratios[1::2]).detach().mean()))
+    terms = [
+        1.2 * (1 - sigmoid(0.5 * (ratio - z))) if label == "+" else 0.7 * (1 - sigmoid(0.5 * (z - ratio)))
+        for label, ratio in zip(labels, ratios[::2], strict=True)
+    ]
+    expected = torch.stack(terms).mean()
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+    grads = [torch.autograd.grad(each, leaf, retain_graph=True)[0] for each in (value, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
+    assert float(metrics["labels/divergence"]) == pytest.approx(0.5 * z, rel=1e-6)
+    right = [(ratio > z) == (label == "+") for label, ratio in zip(labels, ratios[::2], strict=True)]
+    assert float(metrics["labels/accuracy"]) == pytest.approx(np.mean([bool(each) for each in right]))
+    assert ("labels/desirable" in metrics, "labels/undesirable" in metrics) == ("+" in labels, "-" in labels)
+
+
+def _row(kind: Kind, p: np.ndarray, ref: np.ndarray) -> TrainingRow:
+    """A row of a reply without a prompt."""
+    zeros, ids = np.zeros(len(p), np.float32), np.arange(len(p))
+    reference = {"reference": ref}
+    return TrainingRow(
+        tokens=ids, targets=ids, logprobs=zeros, advantages=zeros, mask=zeros == 0, kind=kind, columns=reference
+    )
+
+
+def test_kto_needs_labels_or_pairs():
+    config = AlgorithmConfig.model_validate({"type": "kto"})
+    batch = tokens_of_rows([_row("mismatched", -np.ones(2), -np.ones(2))], config, 1)
+    with pytest.raises(ConfigError, match="replies with labels, or on pairs"):
+        config.loss.total(-np.ones(2), batch)
 
 
 def _arrays(batch):

@@ -203,6 +203,97 @@ def test_mismatched_replies_follow_the_prompt_of_the_next_pair(tmp_path):
             assert len(row.tokens) == len(row.targets) == len(row.mask)
 
 
+LABELLED = [{"prompt": f"{n}?", "completion": "yes" if n % 3 else "no", "label": bool(n % 3)} for n in range(9)]
+
+
+CHAT_OF_A = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "B"}]
+
+
+def labelled(folder: Path, data: list[dict], **source) -> dict:
+    """Demonstrations of replies with labels."""
+    path = write(folder, "labels.jsonl", data)
+    keys = {"prompt": "{prompt}", "reply": "{completion}", "label_key": "label", **source}
+    return {"data": {"type": "jsonl", "path": path, **keys}, "order": {"type": "sequential"}}
+
+
+def test_kto_learns_from_single_replies_with_labels(tmp_path):
+    data = labelled(tmp_path, LABELLED)
+    run(sft_settings(tmp_path / "run", tmp_path, algorithm={"type": "kto"}, demonstrations=data))
+    trained = [row for row in rows(tmp_path / "run") if "optim/labels/accuracy" in row]
+    assert len(trained) == 8
+    assert trained[0]["optim/rows"] == 6
+    last = trained[-1]
+    assert last["optim/labels/accuracy"] == 1.0
+    assert last["optim/labels/desirable"] > last["optim/labels/divergence"] >= 0 > last["optim/labels/undesirable"]
+
+
+def drawn_with_labels(config: dict, count: int) -> list:
+    settings = DemonstrationsConfig.model_validate(config)
+    loaded = settings.load()
+    codec = CharacterCodec()
+    return Demonstrations(settings, loaded, {"": ()}, codec, 0, pairs=True, labels=True, mismatched=True).draw(count)
+
+
+def test_replies_with_labels_follow_another_prompt(tmp_path):
+    data = [
+        {"prompt": "a?", "completion": "A", "label": 1},
+        {"prompt": CHAT_OF_A[:1], "completion": CHAT_OF_A[1:], "label": "False"},
+        {"prompt": "c?", "completion": "C", "label": 0.0},
+    ]
+    drawn = drawn_with_labels(labelled(tmp_path, data), 3)
+    kinds = ["desirable", "mismatched", "undesirable", "mismatched", "undesirable", "mismatched"]
+    assert [row.kind for row in drawn] == kinds
+    units = units_of_demonstrations(drawn)
+    assert [[row.kind for row in unit.rows] for unit in units] == [kinds[at : at + 2] for at in (0, 2, 4)]
+    assert [words(row) for row in drawn] == ["A.", "A.", "B.", "B.", "C.", "C."]
+    prompts = [bytes(row.tokens[: int(row.mask.argmax()) + 1]).decode("latin1") for row in drawn]
+    assert prompts[0] == prompts[2] == prompts[5] != prompts[4]
+    assert prompts[1] == prompts[3] == prompts[4]
+    with pytest.raises(ConfigError, match="The 2 demonstrations of a step have one prompt"):
+        drawn_with_labels(labelled(tmp_path, data[:2]), 2)
+
+
+def test_kto_reads_pairs_and_labels_of_several_sources(tmp_path):
+    path = write(tmp_path, "pairs.jsonl", [{"question": "1?", "yes": "Y", "no": "N"}])
+    pairs = {"type": "jsonl", "path": path, "chosen": "{yes}", "rejected": "{no}"}
+    config = labelled(tmp_path, LABELLED[:1])
+    kinds = [row.kind for row in drawn_with_labels({**config, "data": [pairs, config["data"]]}, 2)]
+    assert sorted(kinds) == ["chosen", "mismatched", "mismatched", "mismatched", "rejected", "undesirable"]
+
+
+@pytest.mark.parametrize(
+    ("label", "problem"),
+    [("good", "the label 'label' is 'good'"), (None, "is None"), (2, "is 2"), (0.5, "is 0.5"), ([], r"is \[\]")],
+)
+def test_label_that_says_nothing_is_refused(tmp_path, label, problem):
+    data = [LABELLED[0], {**LABELLED[1], "label": label}]
+    with pytest.raises(ConfigError, match=problem):
+        DemonstrationsConfig.model_validate(labelled(tmp_path, data)).load()
+    with pytest.raises(ConfigError, match="has no field 'worth'"):
+        DemonstrationsConfig.model_validate(labelled(tmp_path, data, label_key="worth")).load()
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "problem"),
+    [
+        ("dpo", {}, "is a reply with a label, which this algorithm does not read"),
+        ("sft", {}, "is a reply with a label, which this algorithm does not read"),
+        ("kto", {"label_key": ""}, "has no rejected reply and no label"),
+        ("kto", {"chosen": "{completion}", "rejected": "{prompt}"}, "label_key applies only to single replies"),
+    ],
+)
+def test_labels_and_algorithms_that_do_not_fit_are_refused(tmp_path, name, source, problem):
+    changes = {"algorithm": {"type": name}, "demonstrations": labelled(tmp_path, LABELLED, **source)}
+    with pytest.raises((ConfigError, ValueError), match=problem):
+        run(sft_settings(tmp_path / "run", tmp_path, **changes))
+
+
+def test_label_key_is_of_demonstrations_alone(tmp_path):
+    source = {"type": "jsonl", "path": write(tmp_path, "labels.jsonl", LABELLED), "label_key": "label"}
+    with pytest.raises(ValueError, match="label_key applies only to demonstrations"):
+        settings(tmp_path, tasks={"train": source})
+
+
 def test_kto_refuses_a_step_of_one_pair(tmp_path):
     path = write(tmp_path, "data.jsonl", [{"question": "1?", "answer": "yes", "no": "no"}])
     data = {"data": {"type": "jsonl", "path": path, "chosen": "{answer}", "rejected": "{no}"}, "per_step": 1}

@@ -278,7 +278,8 @@ class AlgorithmConfig(Settings):
 
     @property
     def learns_from(self) -> Literal["rollouts", "demonstrations", "pairs", "both"]:
-        """What the algorithm trains on: rollouts, demonstrations, pairs of replies, or rollouts and demonstrations."""
+        """What the algorithm trains on: rollouts, demonstrations, pairs of replies (of kto, or replies with labels), or
+        rollouts and demonstrations."""
         if isinstance(self.loss, PreferenceLoss):
             return "pairs"
         if isinstance(self.loss, MixLoss | MixChordLoss):
@@ -287,8 +288,13 @@ class AlgorithmConfig(Settings):
 
     @property
     def reads_mismatched(self) -> bool:
-        """Whether the loss reads replies after the prompts of other pairs."""
+        """Whether the loss reads replies after the prompts of other ones."""
         return isinstance(self.loss, PreferenceLoss) and self.loss.reads_mismatched
+
+    @property
+    def reads_labels(self) -> bool:
+        """Whether the loss takes replies with labels in place of pairs."""
+        return isinstance(self.loss, PreferenceLoss) and self.loss.reads_labels
 
     @property
     def verdict(self) -> Verdict | None:

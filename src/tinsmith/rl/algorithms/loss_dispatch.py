@@ -150,9 +150,11 @@ def tokens_of_rows(rows: Sequence[TrainingRow], config: AlgorithmConfig, step: i
     sequence = np.repeat(np.arange(len(rows)), lengths)
     counts = np.array([row.count for row in rows], np.float64)[sequence]
     expert = np.array([row.kind in ("expert", "mismatched") for row in rows], bool)[sequence]
-    mismatched = np.array([at for at, row in enumerate(rows) if row.kind == "mismatched"], np.int64)
-    chosen = [at for at, row in enumerate(rows) if row.kind == "chosen"]
-    rejected = [at for at, row in enumerate(rows) if row.kind == "rejected"]
+    kinds_N = np.array([row.kind for row in rows])
+    chosen, rejected, desirable, undesirable, mismatched = (
+        np.flatnonzero(kinds_N == kind) for kind in ("chosen", "rejected", "desirable", "undesirable", "mismatched")
+    )
+    labels = len(desirable) + len(undesirable)
     own_aggregate = config.loss.expert_aggregate if isinstance(config.loss, MixtureLoss) else None
     kinds: tuple[tuple[Aggregate, np.ndarray], ...] = (
         (config.aggregate, ~np.isin(sequence, mismatched)),
@@ -172,7 +174,9 @@ def tokens_of_rows(rows: Sequence[TrainingRow], config: AlgorithmConfig, step: i
         reference=flat([row.columns["reference"] for row in rows]) if config.loss_reads_reference else None,
         proximal=flat([row.columns.get("proximal", row.logprobs) for row in rows]) if _anchored(rows) else None,
         teacher_top=_teacher_top(rows) if config.loss.reads_teacher_top else None,
-        pairs=np.array(list(zip(chosen, rejected, strict=True))) if chosen else None,
+        pairs=np.stack([chosen, rejected], axis=1) if len(chosen) else None,
+        desirable=desirable if labels else None,
+        undesirable=undesirable if labels else None,
         mismatched=mismatched if len(mismatched) else None,
         step=step,
     )

@@ -58,14 +58,15 @@ class UpdatesConfig(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Rows that stay in one minibatch: those of a group, a demonstration, or those of a pair."""
+    """Rows that stay in one minibatch: those of a group, or those of a demonstration or a pair."""
 
     rows: tuple[TrainingRow, ...]
     demonstration: bool = False
 
 
 def units_of_demonstrations(rows: Sequence[TrainingRow]) -> list[Unit]:
-    """One unit for each demonstration; a chosen reply and the other rows of its pair, which follow it, are one unit."""
+    """One unit for each demonstration; a reply and the rows that follow it, of its pair or after other prompts, are one
+    unit."""
     units: list[Unit] = []
     for row in rows:
         if row.kind in ("rejected", "mismatched"):

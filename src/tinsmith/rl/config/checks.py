@@ -32,16 +32,18 @@ def _check_data(config: RunSettings) -> None:
     if config.algorithm.verdict and config.demonstrations is not None and config.demonstrations.learn == "all":
         raise ValueError(f"{kind} scores whole replies; leave out demonstrations.learn")
     if config.algorithm.reads_mismatched and config.demonstrations is not None:
-        _check_two_pairs(config.demonstrations.count(config.groups_per_step, config.group_size, alone=True), kind)
+        _check_two(config.demonstrations.count(config.groups_per_step, config.group_size, alone=True), kind)
     if kind == "cpt" and config.demonstrations is not None and config.demonstrations.learn != "text":
         raise ValueError("cpt trains on plain text; set demonstrations.learn to text, or algorithm.type to sft")
     if learns_from == "pairs" and config.demonstrations is not None and config.demonstrations.learn == "text":
         raise ValueError(f"{kind} compares replies to a chat, not plain text; leave out demonstrations.learn")
 
 
-def _check_two_pairs(pairs: int, kind: str) -> None:
-    if pairs < 2:
-        raise ValueError(f"{kind} needs two pairs in a step; set demonstrations.per_step to 2 or more")
+def _check_two(demonstrations: int, kind: str) -> None:
+    if demonstrations < 2:
+        raise ValueError(
+            f"{kind} needs two pairs, or two replies with labels, in a step; set demonstrations.per_step to 2 or more"
+        )
 
 
 def _check_steps(config: RunSettings) -> None:
@@ -93,6 +95,9 @@ def _check_groups(config: RunSettings) -> None:
         and advantage.std_threshold is not None
     ):
         raise ValueError("group_size 1 leaves no rollouts to compare; set it to 2 or more, or use a critic (ppo)")
+    single = config.samples and config.group_size == 1 and config.algorithm.grouping != "rollout"
+    if single and (titles := [title for each in config.trained for title in each.group_rewards]):
+        raise ValueError(f"reward {titles[0]} compares the replies of a group; set group_size to 2 or more")
 
 
 def _check_updates(config: RunSettings) -> None:
@@ -187,8 +192,15 @@ def _check_resume_from(config: RunSettings) -> None:
 
 def _check_evaluation(config: RunSettings) -> None:
     has_settings = bool(config.eval.model_fields_set)
+    if titles := [title for each in config.evaluated.values() for title in each.group_rewards]:
+        raise ValueError(
+            f"eval.rewards: {titles[0]} compares the replies of a group, and an evaluation scores each one by itself; "
+            "set another reward"
+        )
     if has_settings and config.evaluated and not config.evaluates:
-        raise ValueError("eval needs rewards; set rewards or eval.rewards")
+        only_groups = any(each.group_rewards for each in config.all_environments)
+        why = ", because those of the run compare the replies of a group" if only_groups else ""
+        raise ValueError(f"eval needs rewards{why}; set {'' if why else 'rewards or '}eval.rewards")
     if has_settings and not config.evaluated and not config.eval.functions:
         key = "held_out of an environment" if config.environments else "tasks.held_out or tasks.eval"
         raise ValueError(f"eval needs held-out tasks; set {key}, or leave out eval")

@@ -1,7 +1,8 @@
 """Demonstrations: chats, reply pairs or plain text to learn from, alone or in addition to rollouts.
 
 A demonstration is a chat whose last turn (or every assistant turn) is learned, or plain text. A pair is a chat with a
-chosen and a rejected reply. Demonstrations that ask a held-out question are skipped.
+chosen and a rejected reply; a chat with a label has a reply that is good or bad. Demonstrations that ask a held-out
+question are skipped.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from tinsmith.errors import ConfigError
+from tinsmith.plurals import counted
 from tinsmith.rl.data.ordering import Difficulty, LoadedSource, OrderConfig, RowOrder, Shuffle
+from tinsmith.rl.data.row_mapping import RowMapping
 from tinsmith.rl.data.row_sources import LearnFrom
 from tinsmith.rl.data.sources import Sources, as_tuple, reject_fields
 from tinsmith.rl.data.tasks import HeldOutTasks, question_key, question_keys
@@ -27,7 +30,7 @@ _SEED_STREAM = 2
 
 
 class DemonstrationsConfig(Settings):
-    """Data to imitate: chats, pairs of replies, or plain text."""
+    """Data to learn from: chats, pairs of replies, replies with labels, or plain text."""
 
     data: Sources
     """A source, or a list of sources. A source that generates tasks demonstrates their answers."""
@@ -55,8 +58,11 @@ class DemonstrationsConfig(Settings):
     def _check_fields_of_sources(self) -> DemonstrationsConfig:
         reject_fields(as_tuple(self.data), ("reply_prefix", "extra", "images"), "tasks")
         if self.learn == "text":
-            chat = ("system", "system_key", "reply", "chosen", "rejected", "tools_key")
+            chat = ("system", "system_key", "reply", "chosen", "rejected", "label_key", "tools_key")
             reject_fields(as_tuple(self.data), chat, "chats")
+        for source in as_tuple(self.data):
+            if isinstance(source, RowMapping) and source.label_key and (source.chosen or source.rejected):
+                raise ValueError("label_key applies only to single replies; leave it out, or chosen and rejected")
         if self.per_step and "ratio" in self.model_fields_set:
             raise ValueError("per_step and ratio both set the number of demonstrations in a step; leave out one")
         return self
@@ -90,19 +96,20 @@ class Demonstrations:
         seed: int,
         *,
         pairs: bool,
+        labels: bool = False,
         mismatched: bool = False,
         verdict: Verdict | None = None,
     ) -> None:
         """`loaded` are the demonstrations of each source of `config`. With `pairs`, each demonstration gives two rows:
-        the chosen reply and the rejected one; with `mismatched`, also both after the prompt of another one; with
-        `verdict`, only that of a reward model is learned."""
-        self._config, self._codec, self._pairs, self._seed = config, codec, pairs, seed
+        the chosen reply and the rejected one; with `labels`, or one row, of a reply with a label; with `mismatched`,
+        also the replies after the prompt of another one; with `verdict`, only that of a reward model is learned."""
+        self._config, self._codec, self._pairs, self._labels, self._seed = config, codec, pairs, labels, seed
         self._mismatched, self._verdict = mismatched, verdict
         self._held_out_keys = question_keys(held_out)
         self._sources: list[_OrderedSource] = []
         for number, (source, demonstrations) in enumerate(zip(as_tuple(config.data), loaded, strict=True)):
             if len(demonstrations):
-                check_pair(demonstrations[0], pairs)
+                check_pair(demonstrations[0], pairs, labels)
                 row_order = config.order.row_order(
                     np.arange(len(demonstrations)),
                     LoadedSource(demonstrations, source.feature),
@@ -133,12 +140,23 @@ class Demonstrations:
         return self._with_mismatched(rows) if self._mismatched else rows
 
     def _with_mismatched(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
-        """The rows of pairs, each pair with its replies after the prompt of the next pair."""
+        """The rows of pairs and single replies, each followed by its replies after the next prompt that is another one.
+
+        Raises ConfigError if all have the same prompt.
+        """
+        starts = [at for at, row in enumerate(rows) if row.kind != "rejected"]
+        drawn = [rows[begin:end] for begin, end in zip(starts, [*starts[1:], len(rows)], strict=True)]
         with_others: list[TrainingRow] = []
-        for at in range(0, len(rows), 2):
-            prompt = rows[(at + 2) % len(rows)]
-            pair = rows[at : at + 2]
-            with_others += [*pair, *(self._after_prompt(prompt, reply) for reply in pair)]
+        for at, replies in enumerate(drawn):
+            others = (each[0] for each in (*drawn[at + 1 :], *drawn[:at]))
+            other = next((row for row in others if _prompt(row) != _prompt(replies[0])), None)
+            if other is None:
+                raise ConfigError(
+                    f"The {counted(len(drawn), 'demonstration')} of a step have one prompt, and the loss reads replies "
+                    "after the prompts of others.",
+                    "Raise demonstrations.per_step, or mix rows of other prompts in.",
+                )
+            with_others += [*replies, *(self._after_prompt(other, reply) for reply in replies)]
         return with_others
 
     def _after_prompt(self, prompt: TrainingRow, reply: TrainingRow) -> TrainingRow:
@@ -174,16 +192,19 @@ class Demonstrations:
 
     def _rows(self, demonstration: Demonstration) -> list[TrainingRow]:
         """Training rows of a demonstration; empty if truncation leaves nothing to learn."""
-        check_pair(demonstration, self._pairs)
+        check_pair(demonstration, self._pairs, self._labels)
         kind: Kind = "chosen" if self._pairs else "expert"
+        if demonstration.desirable is not None:
+            kind = "desirable" if demonstration.desirable else "undesirable"
         rows = [self._row(*encoded, kind) for encoded in self._encode(demonstration, demonstration.messages)]
         if not self._pairs:
             return [row for row in rows if row.mask.any()]
-        rows += [self._row(*encoded, "rejected") for encoded in self._encode(demonstration, demonstration.rejected)]
-        if len(rows) > 2:
+        if demonstration.rejected:
+            rows += [self._row(*encoded, "rejected") for encoded in self._encode(demonstration, demonstration.rejected)]
+        if len(rows) > 1 + bool(demonstration.rejected):
             raise ConfigError(
                 f"The chat template renders earlier replies of {demonstration.id} differently once others follow, so "
-                "that a reply of the pair takes several training rows.",
+                "that a reply takes several training rows.",
                 "Set demonstrations.learn to last.",
             )
         return rows if all(row.mask.any() for row in rows) else []
@@ -216,12 +237,24 @@ class Demonstrations:
         )
 
 
-def check_pair(demonstration: Demonstration, pairs: bool) -> None:
-    """Raise ConfigError unless the demonstration is a pair of replies exactly if `pairs`."""
-    if pairs and not demonstration.rejected:
+def _prompt(row: TrainingRow) -> bytes:
+    """The tokens before a row's reply."""
+    return row.tokens[: int(row.mask.argmax()) + 1].tobytes()
+
+
+def check_pair(demonstration: Demonstration, pairs: bool, labels: bool = False) -> None:
+    """Raise ConfigError unless the demonstration is a pair of replies exactly if `pairs`, or with `labels` has one."""
+    labelled = demonstration.desirable is not None
+    if labelled and not labels:
         raise ConfigError(
-            f"{demonstration.id} has no rejected reply.", "Set chosen and rejected on demonstrations.data."
+            f"{demonstration.id} is a reply with a label, which this algorithm does not read.",
+            "Set algorithm.type to kto, or leave out label_key on demonstrations.data.",
         )
+    if pairs and not demonstration.rejected and not labelled:
+        lacking, fix = "rejected reply", "Set chosen and rejected on demonstrations.data"
+        if labels:
+            lacking, fix = f"{lacking} and no label", f"{fix}, or label_key"
+        raise ConfigError(f"{demonstration.id} has no {lacking}.", f"{fix}.")
     if demonstration.rejected and not pairs:
         raise ConfigError(
             f"{demonstration.id} is a pair of replies, which this algorithm does not compare.",

@@ -176,6 +176,9 @@ class RowMapping(Settings):
     """Of pairs: template of the better reply; a single field may hold a chat that ends with it."""
     rejected: str = ""
     """Of pairs: template of the worse reply; a single field may hold a chat that ends with it."""
+    label_key: str = ""
+    """Of replies with a label: field that says whether the reply is good, true or false, as in {prompt, completion,
+    label}; such replies are for kto."""
     tools_key: str = ""
     """Of demonstrations: field with the list of tools for the chat template, as a list or as JSON text."""
 
@@ -214,10 +217,10 @@ class RowMapping(Settings):
                 self._with_reply(template, messages, row, place) for template in (self.chosen, self.rejected)
             )
             return Demonstration(id=demonstration_id, messages=chosen, rejected=rejected, tools=tools)
-        if not self.reply and messages[-1].role == "assistant":
-            return Demonstration(id=demonstration_id, messages=messages, tools=tools)
-        messages = self._with_reply(self.reply or self.answer, messages, row, place)
-        return Demonstration(id=demonstration_id, messages=messages, tools=tools)
+        desirable = self._label(row, place) if self.label_key else None
+        if self.reply or messages[-1].role != "assistant":
+            messages = self._with_reply(self.reply or self.answer, messages, row, place)
+        return Demonstration(id=demonstration_id, messages=messages, desirable=desirable, tools=tools)
 
     def text(self, demonstration_id: str, row: Mapping[str, Any], place: str = "") -> Demonstration:
         """The filled prompt as plain text to train on, without a chat."""
@@ -230,7 +233,11 @@ class RowMapping(Settings):
         templates = (self.prompt, self.answer, self.reply, self.chosen, self.rejected)
         names = [name for template in templates for name in _fields(template)]
         starts = [re.split(r"[.\[!:]", name)[0] for name in names]
-        return tuple(filter(None, (*names, *starts, self.system_key, self.tools_key, self.images, *self.extra)))
+        return tuple(filter(None, (*names, *starts, *self._keys, *self.extra)))
+
+    @property
+    def _keys(self) -> tuple[str, ...]:
+        return self.system_key, self.label_key, self.tools_key, self.images
 
     def _answer(self, place: str, row: Mapping[str, Any]) -> str:
         if self.answer_optional and _single_field(self.answer, row) is None:
@@ -275,6 +282,17 @@ class RowMapping(Settings):
         if "*" in self.extra:
             return {name: value for name, value in row.items() if not self.images or name != self.images}
         return {name: row[name] for name in self.extra}
+
+    def _label(self, row: Mapping[str, Any], place: str) -> bool:
+        """The label of the row's reply, which text or a number may state."""
+        value = self._field(self.label_key, row, place)
+        label = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}.get(str(value).lower())
+        if label is None:
+            raise ConfigError(
+                f"{place}: the label {self.label_key!r} is {value!r:.80}.",
+                "Write true for a good reply and false for a bad one.",
+            )
+        return label
 
     def _tools(self, row_id: str, row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
         if not self.tools_key:

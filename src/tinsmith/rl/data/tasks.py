@@ -78,7 +78,9 @@ class TasksConfig(Settings):
     @model_validator(mode="after")
     def _check_fields_of_sources(self) -> TasksConfig:
         held_out = self.eval.values() if isinstance(self.eval, dict) else as_tuple(self.eval)
-        reject_fields([*self.sources, *held_out], ("reply", "chosen", "rejected", "tools_key"), "demonstrations")
+        reject_fields(
+            [*self.sources, *held_out], ("reply", "chosen", "rejected", "label_key", "tools_key"), "demonstrations"
+        )
         return self
 
     @property

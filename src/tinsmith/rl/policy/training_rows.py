@@ -20,9 +20,9 @@ from tinsmith.rl.policy.images import model_input
 from tinsmith.rl.types import EncodedPrompt, PlacedImage, Tokens, Trajectory, Turn
 from tinsmith.routed_experts import from_text, missing, to_words
 
-Kind = Literal["policy", "expert", "chosen", "rejected", "mismatched"]
-"""Source of the tokens inside the mask: the policy, a demonstration (`expert`), one reply of a pair, or a reply after
-the prompt of another pair."""
+Kind = Literal["policy", "expert", "chosen", "rejected", "desirable", "undesirable", "mismatched"]
+"""Source of the tokens inside the mask: the policy, a demonstration (`expert`), one reply of a pair, a reply with a
+label, or a reply after the prompt of another one."""
 
 
 TEACHER_TOP = "teacher_top"

@@ -231,6 +231,7 @@ def _demonstrations(config: RunConfig, data: RunData, policy: Trainer) -> Demons
         policy.models.chat,
         config.seed,
         pairs=algorithm.learns_from == "pairs",
+        labels=algorithm.reads_labels,
         mismatched=algorithm.reads_mismatched,
         verdict=algorithm.verdict,
     )

@@ -59,7 +59,7 @@ class RunData:
         demonstrations = self._config.demonstrations
         loaded = demonstrations.load() if demonstrations is not None else ()
         for part in loaded:
-            check_pair(part[0], self._config.algorithm.learns_from == "pairs")
+            check_pair(part[0], self._config.algorithm.learns_from == "pairs", self._config.algorithm.reads_labels)
         return loaded
 
 

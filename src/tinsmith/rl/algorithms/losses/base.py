@@ -50,8 +50,12 @@ class Tokens:
     """[T, K]: logprobs of the same tokens by the trained policy; None where only its own tokens are scored."""
     pairs: Array | None = None
     """int64 [pairs, 2]: rows of the chosen and the rejected reply of each pair."""
+    desirable: Array | None = None
+    """int64 [rows]: rows of replies with the label that they are good; None if there are no replies with labels."""
+    undesirable: Array | None = None
+    """int64 [rows]: rows of replies with the label that they are bad; None if there are no replies with labels."""
     mismatched: Array | None = None
-    """int64 [rows]: rows of replies after the prompts of other pairs."""
+    """int64 [rows]: rows of replies after the prompts of other ones."""
     step: int = 1
     """Step of the run, from 1."""
 

@@ -1,7 +1,8 @@
-"""Preference losses: a score for each reply, and a loss of the scores of a chosen and a rejected one, without rewards.
+"""Preference losses: a score for each reply, and a loss of the scores of a chosen and a rejected one, or of each reply
+with a label, without rewards.
 
 Notation: log p is the sum of a reply's logprobs, log p_ref that of the reference, and mean log p the sum divided by the
-number of tokens. All losses are means over pairs; the aggregate is not used.
+number of tokens. All losses are means over pairs, or over replies; the aggregate is not used.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class PreferenceLoss(PolicyLoss):
     linear: ClassVar[bool] = False
     reads_advantage: ClassVar[bool] = False
     reads_mismatched: ClassVar[bool] = False
-    """Whether the loss reads replies after the prompts of other pairs."""
+    """Whether the loss reads replies after the prompts of other ones."""
+    reads_labels: ClassVar[bool] = False
+    """Whether the loss takes single replies with labels, too."""
 
     @property
     @override
@@ -142,34 +145,60 @@ class OrpoLoss(PreferenceLoss):
 
 
 class KtoLoss(PreferenceLoss):
-    """Mean of w_c (1 - sigmoid(c - z)) over chosen and w_r (1 - sigmoid(z - r)) over rejected replies, with the scores
-    c, r = beta (log p - log p_ref): the value of each reply by itself, as prospect theory has it (arXiv 2402.01306).
+    """Mean over replies of w_d (1 - sigmoid(s - z)) for desirable and w_u (1 - sigmoid(z - s)) for undesirable ones,
+    with the score s = beta (log p - log p_ref): the value of each reply by itself, as prospect theory has it
+    (arXiv 2402.01306). Desirable are replies with the label true and the chosen ones of pairs.
 
-    z is beta max(0, mean of log p - log p_ref) over replies after the prompts of other pairs, without gradient, an
-    estimate of the divergence from the reference. It costs a row for each reply, and two pairs a step.
+    z is beta max(0, mean of log p - log p_ref) over the replies after other prompts of the step, without gradient, an
+    estimate of the divergence from the reference. It costs a row for each reply, and two prompts a step.
     """
 
     type: Literal["kto"] = "kto"
     reads_reference: ClassVar[bool] = True
     reads_mismatched: ClassVar[bool] = True
+    reads_labels: ClassVar[bool] = True
     beta: float = Field(default=0.1, gt=0)
     """Strength of the pull to the reference."""
-    chosen_weight: float = Field(default=1.0, gt=0)
-    """w_c, the weight of chosen replies."""
-    rejected_weight: float = Field(default=1.0, gt=0)
-    """w_r, the weight of rejected replies."""
+    desirable_weight: float = Field(default=1.0, gt=0)
+    """w_d, the weight of desirable replies. With n desirable and m undesirable ones in the data, w_d n should be 1 to
+    4/3 times w_u m."""
+    undesirable_weight: float = Field(default=1.0, gt=0)
+    """w_u, the weight of undesirable replies."""
 
     @override
     def total(self, logprobs: Array, batch: Tokens) -> Losses:
-        pairs = self.pairs_of(batch)
-        scores = self.beta * _log_ratios(logprobs, batch)
-        chosen, rejected = scores[pairs[:, 0]], scores[pairs[:, 1]]
+        good, bad = _labelled(batch)
         if batch.mismatched is None:
-            raise ValueError("kto reads replies after the prompts of other pairs")
+            raise ValueError("kto reads replies after the prompts of other ones")
+        scores = self.beta * _log_ratios(logprobs, batch)
         z = library_of(scores).clip(without_gradient(scores[batch.mismatched].mean()), 0.0, None)
         # 1 - sigmoid(x) = sigmoid(-x)
-        values = self.chosen_weight * _sigmoid(z - chosen) + self.rejected_weight * _sigmoid(rejected - z)
-        return values.mean() / 2, {**_metrics(chosen, rejected), "pairs/divergence": z}
+        desirable = self.desirable_weight * _sigmoid(z - scores[good])
+        undesirable = self.undesirable_weight * _sigmoid(scores[bad] - z)
+        loss = (desirable.sum() + undesirable.sum()) / (len(good) + len(bad))
+        if batch.desirable is None:
+            return loss, {**_metrics(scores[good], scores[bad]), "pairs/divergence": z}
+        right = ((scores[good] > z) * 1.0).sum() + ((scores[bad] < z) * 1.0).sum()
+        metrics = {"labels/accuracy": right / (len(good) + len(bad)), "labels/divergence": z}
+        for name, rows in (("desirable", good), ("undesirable", bad)):
+            if len(rows):
+                metrics[f"labels/{name}"] = scores[rows].mean()
+        return loss, metrics
+
+
+def _labelled(batch: Tokens) -> tuple[Array, Array]:
+    """The rows of good and of bad replies. Raises ConfigError if there are neither pairs nor labels."""
+    parts = [] if batch.pairs is None else [(batch.pairs[:, 0], batch.pairs[:, 1])]
+    if batch.desirable is not None and batch.undesirable is not None:
+        parts.append((batch.desirable, batch.undesirable))
+    if not parts:
+        raise ConfigError(
+            "kto trains on replies with labels, or on pairs of a chosen and a rejected one, but the data has neither.",
+            "Set label_key, or chosen and rejected, on demonstrations.data.",
+        )
+    good, bad = zip(*parts, strict=True)
+    library = library_of(good[0])
+    return library.concatenate(good), library.concatenate(bad)
 
 
 class BradleyTerryLoss(PreferenceLoss):
