@@ -102,7 +102,7 @@ def test_reward_model_example_is_a_valid_config(tmp_path):
 
 def test_page_has_each_kind_of_example():
     assert len(FILES) == 6
-    assert len(PARTS) == 10
+    assert len(PARTS) == 11
 
 
 def test_examples_import_only_the_public_api():

@@ -114,7 +114,7 @@ def test_kto_of_labels_equals_the_paper(labels, seed):
     ref = [each - (0.3 if seed else -0.3) - random.uniform(-0.1, 0.1, len(each)) for each in p]
     kinds: list[Kind] = []
     for label in labels:
-        kinds += ["desirable" if label == "+" else "undesirable", "mismatched"]
+        kinds.extend(("desirable" if label == "+" else "undesirable", "mismatched"))
     rows = [_row(kind, *columns) for kind, *columns in zip(kinds, p, ref, strict=True)]
     config = AlgorithmConfig.model_validate(
         {"type": "kto", "loss": {"beta": 0.5, "desirable_weight": 1.2, "undesirable_weight": 0.7}}

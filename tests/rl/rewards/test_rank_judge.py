@@ -1,4 +1,4 @@
-"""A judge of groups: its ranking is read or asked for again, and becomes each reply's share of the others below it."""
+"""A judge of groups: its ranking is read, or requested again, and becomes each reply's share of the others below it."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_parts_of_a_large_group_average_to_its_ranking():
     assert {prompt.count("\nAnswer ") for prompt in prompts} <= {2, 3}
 
 
-def test_response_without_a_ranking_is_asked_again():
+def test_request_is_repeated_without_a_ranking():
     answers = iter([GARBAGE, "Ranking: 1 > 1"])
     policy, prompts = judge_by(lambda replies, _: next(answers, by_number(replies)))
     assert scores(["1", "2"], policy) == [0.0, 1.0]

@@ -88,7 +88,7 @@ class Models(Protocol):
         ...
 
     async def open_model(self, name: str) -> Snapshot:
-        """Open a base model by name, or a tinker:// path."""
+        """Open a base model by name, or a tinker:// path; with an empty name, the configured base model."""
         ...
 
     async def open_checkpoint(self, path: str, version: int) -> Snapshot:

@@ -227,7 +227,8 @@ class Snapshot:
         return (await self._send(SampleRequest(prompt=prompt, count=count, seed=seed, sampling=sampling))).turns
 
     async def open_model(self, name: str) -> Snapshot:
-        """Open another model of this server: a base model by name, or a tinker:// path."""
+        """Open another model of this server: a base model by name, or a tinker:// path; with an empty name, the base
+        model of the run."""
         return await self._model().open_model(name)
 
     async def logprobs(self, tokens: Tokens, last: int | None = None) -> np.ndarray:

@@ -230,6 +230,7 @@ class TinkerModels(Models):
     @override
     async def open_model(self, name: str) -> Snapshot:
         """Weights to sample from, by name or tinker:// path; later calls with the same name return the same object."""
+        name = name or self.base_model
         if name not in self._peers:
             async with translate_errors(f"opening {name} for sampling"):
                 client = await self.watch.persist(lambda: self._open(name))

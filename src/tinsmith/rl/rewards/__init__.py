@@ -24,6 +24,7 @@ from tinsmith.rl.rewards.countdown import Countdown
 from tinsmith.rl.rewards.custom import CustomReward
 from tinsmith.rl.rewards.format import Format, Overlong
 from tinsmith.rl.rewards.gym import ReasoningGymScore
+from tinsmith.rl.rewards.implicit_reward import ImplicitReward
 from tinsmith.rl.rewards.judge import Judge
 from tinsmith.rl.rewards.mathematics import Math, MathBoxed, MathVerify
 from tinsmith.rl.rewards.numbers import Closeness, Marked, Number
@@ -50,6 +51,7 @@ RewardConfig = Annotated[
     | Judge
     | RankJudge
     | RewardModel
+    | ImplicitReward
     | CustomReward,
     Field(discriminator="type"),
 ]

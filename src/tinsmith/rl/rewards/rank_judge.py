@@ -1,7 +1,7 @@
 """LLM as judge of a group: another model ranks the replies to a task, best first, with ties.
 
-The replies are in random order, so that a preference of the judge for a position averages out. A response without a
-ranking is asked for again; if there is none, all rollouts of the group have failed.
+The replies are in random order, so that a preference of the judge for a position averages out. After a response
+without a ranking, the request is repeated; if there is still none, all rollouts of the group have failed.
 """
 
 from __future__ import annotations
