@@ -8,7 +8,6 @@ SDK.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -131,6 +130,8 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
+        from importlib.metadata import version
+
         return version("tinsmith")
     if name not in _MODULES:
         raise AttributeError(f"module 'tinsmith' has no attribute {name!r}")

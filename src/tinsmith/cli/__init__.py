@@ -26,7 +26,6 @@ from tinsmith.cli.run_file import (
 from tinsmith.cli.runner import StoppedEarly
 from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.plurals import counted
-from tinsmith.settings import did_you_mean
 from tinsmith.terminal import STOPPED_EARLY, TRAINED_NOTHING, new_console
 
 if TYPE_CHECKING:
@@ -200,6 +199,8 @@ def _usage_error(error: CycloptsError, words: Sequence[str]) -> ConfigError:
         return _option_error(error, error.token.keyword or error.token.value, words)
     if not isinstance(error, UnusedCliTokensError):
         return ConfigError(str(error), "--help lists the options.")
+    from tinsmith.settings import did_you_mean
+
     command, word = " ".join(("tinsmith", *(error.command_chain or ()))), (error.unused_tokens or [""])[0]
     names = [name for name in error.app or () if not name.startswith("-")]
     message = f"{command} does not take {word!r}. {did_you_mean(word, names)}".strip()
