@@ -14,6 +14,7 @@ from tinsmith.engine.model.packing import (
     PackedRow,
     PackedTree,
     pack,
+    packed_tokens,
     sorted_for_packing,
     take_rows,
 )
@@ -112,6 +113,14 @@ def test_prompt_longer_than_budget_is_shared(prompt: int) -> None:
     """A shared prompt does not count against the budget again for each row."""
     rows = rows_of(*([0] * prompt + [1 + number] * 5 for number in range(9)))
     assert [len(batch) for batch in micro_batches(rows, 20)] == [4, 4, 1]
+
+
+def test_group_is_not_split_where_it_fits_the_next_micro_batch() -> None:
+    """Three of four answers of the second group would fit, and their prompt would be computed twice."""
+    groups = [[100 * group] * 100 + [100 * group + answer] * 50 for group in (1, 2) for answer in (1, 2, 3, 4)]
+    batches = micro_batches(rows_of(*groups), 450)
+    assert [len(batch) for batch in batches] == [4, 4]
+    assert sum(len(pack(batch).tokens) for batch in batches) == packed_tokens(rows_of(*groups))
 
 
 @settings(max_examples=60, deadline=None)

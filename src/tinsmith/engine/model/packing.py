@@ -30,6 +30,9 @@ MAX_MERGED_QUERIES = 96
 """Short neighbouring chunks are merged into one attention job of up to this many queries, because a call costs as much
 as about 3 MFLOP."""
 
+MICRO_BATCH_COST = 64
+"""Packed tokens that one more micro-batch is worth, where it is weighed against a prefix that is computed again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRow:
@@ -134,15 +137,29 @@ def take_rows(rows: deque[PackedRow], budget: int, used: int = 0) -> tuple[list[
 
     `used` tokens are in it already. Returns the rows and the tokens used then. A longer row is taken if the micro-batch
     is empty. A row may exceed the budget by the length of the prefix that it shares with the previous row, which would
-    have to be computed again in the next micro-batch. So a prompt that is longer than the budget is shared too.
+    have to be computed again in the next micro-batch. So a prompt that is longer than the budget is shared too. Where
+    rows are left over, the last ones taken are put back if the next micro-batch then repeats less: rather than a prompt
+    with one of its answers, the whole group comes in the next.
     """
     taken: list[PackedRow] = []
+    ends: list[tuple[int, int]] = []
+    """(tokens used, prefix shared with the next row) after each row."""
+    before = used
     while rows:
         shared = _common_prefix(taken[-1], rows[0]) if taken else 0
+        if taken:
+            ends.append((used, shared))
         if used and used + len(rows[0].tokens) - shared > budget + shared:
             break
         used += len(rows[0].tokens) - shared
         taken.append(rows.popleft())
+    else:
+        return taken, used
+    if ends:
+        costs = [(shared + MICRO_BATCH_COST) / (end - before) for end, shared in ends]
+        keep = min(range(len(ends)), key=lambda index: (costs[index], -index)) + 1
+        rows.extendleft(reversed(taken[keep:]))
+        taken, used = taken[:keep], ends[keep - 1][0]
     return taken, used
 
 
