@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.comparison import Setting
+from benchmarks.workloads import Batch
 
 ROWS = 8
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
@@ -37,7 +38,12 @@ class Baseline:
 
     def train(self, rows: Sequence[np.ndarray], prompts: Sequence[int]) -> list[np.ndarray]:
         """One batch with the importance-sampling loss after each prompt, and a step; returns each row's logprobs."""
+        return self.train_batch(Batch(name="", rows=list(rows), prompts=list(prompts)))
+
+    def train_batch(self, work: Batch) -> list[np.ndarray]:
+        """One batch with the importance-sampling loss, and a step; returns each row's logprobs."""
         self.model.train()
+        rows = work.rows
         row_logprobs: list[np.ndarray] = []
         for first in range(0, len(rows), ROWS):
             some = rows[first : first + ROWS]
@@ -48,7 +54,7 @@ class Baseline:
                 length = len(row) - 1
                 ids[index, :length], labels[index, :length] = torch.from_numpy(row[:-1]), torch.from_numpy(row[1:])
                 mask[index, :length] = 1
-                advantages[index, prompts[first + index] - 1 : length] = 0.5
+                advantages[index, :length] = torch.from_numpy(work.advantages(first + index))
             ids, labels, mask, advantages = (tensor.to(self.device) for tensor in (ids, labels, mask, advantages))
             logits = self.model(input_ids=ids, attention_mask=mask).logits.float()
             logprobs = -torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")

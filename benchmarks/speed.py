@@ -32,6 +32,7 @@ PARTS = {
     "switching": "benchmarks.parts.switching",
     "http": "benchmarks.parts.through_http",
     "step": "benchmarks.parts.rl_step",
+    "trees": "benchmarks.parts.trees.measurement",
     "memory": "benchmarks.parts.memory",
     "agreement": "benchmarks.parts.agreement",
     "sharing": "benchmarks.parts.sharing",

@@ -22,18 +22,29 @@ class Batch:
     name: str
     rows: list[np.ndarray]
     prompts: list[int]
+    turns: tuple[int, int] | None = None
+    """Lengths (said, answered) of the turns that the rows consist of: what is answered after the prompt is trained.
+    None: all that comes after the prompt."""
 
     @property
     def tokens(self) -> int:
         """Positions that are scored, as a user counts them: a shared prompt in every row, padding nowhere."""
         return sum(len(row) - 1 for row in self.rows)
 
+    def advantages(self, index: int) -> np.ndarray:
+        """float32 [N]: of each target of a row, 0 where it is not trained."""
+        targets = np.arange(1, len(self.rows[index]))
+        trained = targets >= self.prompts[index]
+        if self.turns is not None:
+            said, answered = self.turns
+            trained &= targets % (said + answered) >= said
+        return np.where(trained, np.float32(0.5), np.float32(0))
+
     def as_pass(self, model_id: str) -> Pass:
         """The same work as a request of the engine."""
         data = []
-        for row, prompt in zip(self.rows, self.prompts, strict=True):
-            advantages = np.zeros(len(row) - 1, dtype=np.float32)
-            advantages[prompt - 1 :] = 0.5
+        for index, row in enumerate(self.rows):
+            advantages = self.advantages(index)
             inputs = {"advantages": advantages, "logprobs": np.full(len(row) - 1, -6.0, np.float32) * (advantages != 0)}
             data.append(Datum(tokens=row[:-1].astype(np.int32), targets=row[1:].astype(np.int64), inputs=inputs))
         return Pass(model_id=model_id, data=tuple(data), loss_fn="importance_sampling")
@@ -61,6 +72,30 @@ def rows_of(length: int, count: int, seed: int = 0) -> Batch:
     draw = np.random.default_rng(seed)
     rows = [_tokens(draw, length + 1) for _ in range(count)]
     return Batch(name=f"{count} x {length}", rows=rows, prompts=[1 + length // 2] * count)
+
+
+def tree(
+    seed: int = 0, *, leaves: int = 20, depth: int = 10, turns: tuple[int, int] = (24, 26), by_turn: bool = False
+) -> Batch:
+    """Conversations of `depth` turns; each forks from an earlier one after a random turn of the tree.
+
+    A row is a whole conversation, whose answers are trained; or, `by_turn`, there is a row for each answer, after all
+    that was said before it, as an agent's requests are recorded. Rows come by length, so that little is padded.
+    """
+    draw = np.random.default_rng(seed)
+    turn = sum(turns)
+    rows = [_tokens(draw, depth * turn)]
+    forks = [(0, at) for at in range(1, depth)]
+    while len(rows) < leaves:
+        parent, at = forks[int(draw.integers(len(forks)))]
+        forks += [(len(rows), later) for later in range(at + 1, depth)]
+        rows.append(np.concatenate([rows[parent][: at * turn], _tokens(draw, (depth - at) * turn)]))
+    if not by_turn:
+        return Batch(name="a row for each leaf", rows=rows, prompts=[turns[0]] * leaves, turns=turns)
+    ends = {row[:stop].tobytes(): row[:stop] for row in rows for stop in range(turn, len(row) + 1, turn)}
+    by_length = sorted(ends.values(), key=len)
+    prompts = [len(row) - turns[1] for row in by_length]
+    return Batch(name="a row for each answer", rows=by_length, prompts=prompts, turns=turns)
 
 
 def questions(count: int = 8, length: int = PROMPT, seed: int = 0) -> list[np.ndarray]:

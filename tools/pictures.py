@@ -183,6 +183,26 @@ PICTURES: dict[str, Picture] = {
             Arrow("weights", "folder"),
         ],
     ),
+    "prefix-tree": Picture(
+        "Three conversations that fork after a turn: rows repeat what they share, the packed pass computes it once",
+        {
+            "row1": Box(0, 0, "row 1\nturns 1, 2, 3", "data"),
+            "row2": Box(0, 1, "row 2\nturns 1, 2, 4", "data"),
+            "row3": Box(0, 2, "row 3\nturns 1, 5, 6", "data"),
+            "1": Box(1.4, 1, "turn 1\ncomputed once\nfor three rows", "process"),
+            "2": Box(2.4, 0.5, "turn 2\nonce for two", "process"),
+            "3": Box(3.4, 0, "turn 3", "process"),
+            "4": Box(3.4, 1, "turn 4", "process"),
+            "5": Box(2.4, 2, "turn 5", "process"),
+            "6": Box(3.4, 2, "turn 6", "process"),
+        },
+        [
+            Arrow("row2", "1", "packed"),
+            *_chain("1", "2", "3"),
+            Arrow("2", "4"),
+            *_chain("1", "5", "6"),
+        ],
+    ),
     "tour-request": Picture(
         "A forward_backward: acknowledged once it is stored, computed with others, fetched by a long poll",
         {

@@ -12,7 +12,9 @@ from benchmarks import speed, table
 from benchmarks.comparison import Comparison, Line, Setting, rotate
 from benchmarks.engine_driver import EngineDriver
 from benchmarks.parts import agreement, sharing, switching, tenants, training, vllm
-from benchmarks.workloads import grpo
+from benchmarks.parts.trees import measurement as trees
+from benchmarks.parts.trees import shapes
+from benchmarks.workloads import grpo, tree
 from tests.engine.reference import plain_model
 from tinsmith.engine.model import packing
 
@@ -90,6 +92,20 @@ def test_batches_have_equal_lengths_and_one_shares_prompts():
     ]
     assert packed[0] < sum(map(len, shared.rows)) - 7 * 8 * 150 + 64
     assert packed[1] > 0.99 * sum(map(len, different.rows))
+
+
+def test_tree_trains_answers_alone_and_its_rows_share_turns():
+    leaves, answers = tree(), tree(by_turn=True)
+    assert {int((leaves.advantages(index) != 0).sum()) for index in range(20)} == {260}
+    assert {int((answers.advantages(index) != 0).sum()) for index in range(len(answers.rows))} == {26}
+    computed = {len(packing.pack(shapes.packed_rows(work)).tokens) for work in (leaves, answers)}
+    assert len(computed) == 1
+    assert shapes.sharing(answers) > 3 * shapes.sharing(leaves) > 6
+
+
+def test_gradients_of_a_tree_are_those_of_separate_rows(tiny_llama: Path):
+    line = trees._gradients(Setting(folder=tiny_llama, threads=1, turns=1))
+    assert line.verdict == "aim", line.values
 
 
 @pytest.mark.parametrize("part", [agreement, sharing, switching, tenants])

@@ -1,0 +1,140 @@
+"""Branching rollouts: 20 conversations of ten turns that fork from each other at any turn, against padded PEFT.
+
+24 tokens are said and 26 answered in each turn; answers are trained. The rollouts come as a row for each leaf, or as a
+row for each answer with all that was said before it, as an agent's requests are recorded. The baseline computes the
+rows by length, eight at a time, and shares nothing. A ratio is what sharing gives (tokens of all rows by packed
+positions) times what the engine gains on rows that share nothing; the note has both.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+
+import numpy as np
+
+from benchmarks.baseline import ROWS, Baseline, load
+from benchmarks.comparison import Comparison, Line, Setting, rotate
+from benchmarks.engine_driver import EngineDriver
+from benchmarks.parts import memory
+from benchmarks.parts.trees import shapes
+from benchmarks.workloads import Batch, grpo, tree
+
+RANK = 32
+SUBJECT = "tree of 20 leaves, depth 10 (24 said, 26 answered a turn), forks at any turn"
+
+
+def measure(setting: Setting) -> list[Line]:
+    """Speed with both kinds of rows, gradients against separate rows in float32, and peak memory."""
+    return [*_speed(setting), _gradients(setting), *_memory(setting)]
+
+
+def _speed(setting: Setting) -> list[Line]:
+    ours, theirs, small = EngineDriver(setting), Baseline(load(setting), RANK), grpo(groups=1)
+    ours.create("bench", RANK)
+    _train(ours, small)
+    theirs.train_batch(small)
+    leaves, answers = tree(), tree(by_turn=True)
+    sides = {
+        "leaves": lambda: _train(ours, leaves),
+        "theirs": lambda: theirs.train_batch(leaves),
+        "answers": lambda: _train(ours, answers),
+        "their answers": lambda: theirs.train_batch(answers),
+    }
+    seconds = rotate(sides, setting.turns)
+    ours.close()
+    return [
+        replace(_speed_line(leaves, Comparison(seconds["leaves"], seconds["theirs"])), least=None, aim=None),
+        _speed_line(answers, Comparison(seconds["answers"], seconds["their answers"])),
+    ]
+
+
+def _speed_line(work: Batch, comparison: Comparison) -> Line:
+    shared = shapes.sharing(work)
+    gain = statistics.median(comparison.ratios) / shared
+    note = f"{len(work.rows)} rows; sharing gives {shared:.2f}x, the engine {gain:.2f}x"
+    baseline = f"transformers + PEFT, padded rows of {ROWS}"
+    return comparison.line(f"{SUBJECT}, {work.name}", baseline, 8.0, 12.0, work.tokens, note)
+
+
+def _gradients(setting: Setting) -> Line:
+    """Gradients of the tree against those of each row alone, in float32."""
+    work = tree()
+    ours = EngineDriver(replace(setting, dtype="float32"))
+    for name in ("tree", "rows"):
+        ours.create(name, RANK)
+        ours.run(*(grpo(groups=1).as_pass(name),))  # B is no longer 0 after a step
+        ours.step(name)
+    ours.run(work.as_pass("tree"))
+    for index in range(len(work.rows)):
+        row = replace(work, rows=work.rows[index : index + 1], prompts=work.prompts[index : index + 1])
+        ours.run(row.as_pass("rows"))
+    together, apart = (ours.engine.trainer.gradients(name) for name in ("tree", "rows"))
+    ours.close()
+    greatest = max(float(np.abs(part).max()) for pair in apart.values() for part in pair)
+    differences = [
+        float(np.abs(shared - separate).max()) / greatest
+        for name in apart
+        for shared, separate in zip(together[name], apart[name], strict=True)
+    ]
+    return Line(
+        work="the same tree, float32: difference of its gradients from those of separate rows, by the largest gradient",
+        baseline="each row in a pass of its own",
+        unit="",
+        least=1e-5,
+        aim=1e-5,
+        values=[max(differences)],
+        lower=True,
+    )
+
+
+def _memory(setting: Setting) -> list[Line]:
+    """Peaks above the loaded base, each in a process of its own."""
+    work = tree()
+    rows = {"tree": work, "longest": replace(work, rows=work.rows[:1], prompts=work.prompts[:1])}
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as apart:
+        peaks = {name: apart.submit(_peak, setting, batch).result() for name, batch in rows.items()}
+        theirs = apart.submit(_their_peak, setting, work).result()
+    return [
+        Line(
+            work="the same tree: peak memory above the loaded base",
+            baseline=f"its longest row alone (PEFT on {ROWS} rows: {theirs / 1e9:.2f} GB)",
+            unit="x",
+            values=[peaks["tree"] / peaks["longest"]],
+            ours=f"{peaks['tree'] / 1e9:.2f} GB",
+            theirs=f"{peaks['longest'] / 1e9:.2f} GB",
+            note="with gradients and moments",
+            lower=True,
+        )
+    ]
+
+
+def _peak(setting: Setting, work: Batch) -> int:
+    ours = EngineDriver(setting)
+    gc.collect()
+    base = memory.resident()
+    ours.create("bench", RANK)
+    peaks = []
+    for _ in range(2):
+        memory.reset_peak()
+        _train(ours, work)
+        peaks.append(memory.peak() - base)
+    ours.close()
+    return max(peaks)
+
+
+def _their_peak(setting: Setting, work: Batch) -> int:
+    theirs = Baseline(load(setting), RANK)
+    gc.collect()
+    base = memory.resident()
+    memory.reset_peak()
+    theirs.train_batch(replace(work, rows=work.rows[:ROWS], prompts=work.prompts[:ROWS]))
+    return memory.peak() - base
+
+
+def _train(ours: EngineDriver, work: Batch) -> None:
+    ours.run(work.as_pass("bench"))
+    ours.step("bench")
