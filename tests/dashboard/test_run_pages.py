@@ -105,6 +105,26 @@ def test_copied_folder_is_a_run_of_its_own(dashboard: Made, tmp_path: Path) -> N
     assert sorted(ids(dashboard())) == [f"{tmp_path.name}/a/run", f"{tmp_path.name}/b/run"]
 
 
+def test_parts_of_a_run_have_pages(dashboard: Made, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one", steps=1)
+    write_run(folder / "explore-2", steps=3)
+    (folder / "bench").mkdir()
+    (folder / "bench" / "run.yaml").write_text('{"name": "one"}')
+    rows = [{"checkpoint": f"tinker://{step}", "eval/pass@1": step / 4, "eval/tasks": 20.0} for step in (1, 3)]
+    (folder / "bench" / "results.json").write_text(json.dumps(rows))
+    browser = dashboard()
+    label = tmp_path.name
+    pages = dict(re.findall(r'<a href="(/runs/[0-9a-f]{12})">([^<]*)</a>', browser.get("/runs").text))
+    addresses = {name: address for address, name in pages.items()}
+    assert set(addresses) == {f"{label}/one", f"{label}/one/explore-2", f"{label}/one/bench"}
+    whole = browser.get(addresses[f"{label}/one"]).text
+    assert addresses[f"{label}/one/bench"] in whole
+    bench = browser.get(addresses[f"{label}/one/bench"]).text
+    assert "finished" in bench
+    assert re.search(r"tinker://1</th>.*tinker://3</th>.*eval/pass@1</td>.*>0.25</td>.*>0.75</td>", bench, re.DOTALL)
+    assert "3 / 3" in browser.get(addresses[f"{label}/one/explore-2"]).text
+
+
 def test_list_is_searched_by_words(dashboard: Made, tmp_path: Path) -> None:
     write_run(tmp_path / "first", model={"name": "Qwen/Qwen3-0.6B"})
     write_run(tmp_path / "second")

@@ -77,7 +77,7 @@ class RunPages:
             return self._unknown(request)
         run, summary, entries = self._runs.open(entry), self._runs.summary(entry), self._runs.entries()
         metrics = run.metrics
-        stages = {stage.path for stage in run.stages}
+        inside = {each.path for each in (*run.stages, *run.parts.values())}
         return self._pages.render(
             request,
             "run.html",
@@ -88,7 +88,9 @@ class RunPages:
             cards=_cards(summary, metrics),
             diagnosis=self._runs.diagnosis(entry),
             comparison=run.comparison,
-            stages=[each for each in entries if each.folder in stages],
+            inside=[each for each in entries if each.folder in inside],
+            results=run.results,
+            measures=_measures(run.results),
             overlays=[each for each in entries if each.id != entry.id][:200],
             timeline=Markup(timeline.svg(run.timeline)),
             metrics=[_range(metrics, name) for name in metrics.names],
@@ -199,6 +201,13 @@ def _range(metrics: MetricTable, name: str) -> dict[str, Any]:
     finite = [value for value in values if math.isfinite(value)]
     least, most = (min(finite), max(finite)) if finite else (None, None)
     return {"name": name, "first": values[0], "last": values[-1], "least": least, "most": most}
+
+
+def _measures(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The metrics of mode bench that its table shows: numbers of evaluations, without pass@k if it measures nothing."""
+    numbers = [{name: value for name, value in row.items() if isinstance(value, int | float)} for row in results]
+    names = dict.fromkeys(name for row in numbers for name in row if name.startswith("eval/"))
+    return [name for name in names if "/pass@" not in name or measures_right(numbers)]
 
 
 def _finite(value: float | None) -> float:

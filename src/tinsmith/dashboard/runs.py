@@ -44,6 +44,8 @@ class RunEntry:
     label: str
     """The folder's path, with the name of the folder that the dashboard was given first."""
     folder: Path
+    part: str = ""
+    """Name of the part of a run that it is: explore, explore-NAME or bench; empty for a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,7 @@ class Runs:
     def open(self, entry: RunEntry) -> RunHistory:
         """The run itself, with its metrics read once for each change of their file."""
         with self._lock:
-            run = self._open.pop(entry.id, None) or RunHistory(entry.folder)
+            run = self._open.pop(entry.id, None) or RunHistory(entry.folder, entry.part)
             self._open[entry.id] = run
             while len(self._open) > _OPEN_RUNS:
                 self._open.popitem(last=False)
@@ -107,7 +109,7 @@ class Runs:
         steps = settings.get("steps")
         return RunSummary(
             entry=entry,
-            status=read_status(run.layout, "", int(last.get("step", 0))),
+            status=read_status(run.layout, entry.part, int(last.get("step", 0))),
             steps=steps if isinstance(steps, int) else 0,
             reward=last.get("reward/mean"),
             held_out=_held_out(last),
@@ -133,10 +135,10 @@ class Runs:
     def _scan(self) -> Iterator[RunEntry]:
         for folder in self.folders:
             for run in find_runs(folder):
-                for each in (run, *run.stages):
+                for each in (run, *run.stages, *run.parts.values()):
                     label = Path(folder.name) / each.path.relative_to(folder)
                     digest = hashlib.sha256(os.fsencode(each.path)).hexdigest()
-                    yield RunEntry(id=digest[:12], label=str(label), folder=each.path)
+                    yield RunEntry(id=digest[:12], label=str(label), folder=each.path, part=each.part_name)
 
 
 _NEWEST = (

@@ -103,6 +103,13 @@ def test_pages_are_sorted_with_missing_values_last(tmp_path: Path) -> None:
         index.find(sort="1; DROP")  # type: ignore[arg-type]
 
 
+def test_pages_of_a_search_have_its_total(tmp_path: Path) -> None:
+    index = record(tmp_path)
+    page = index.find(RolloutFilter(search="52"), sort="reward", descending=True, limit=2, offset=2)
+    assert ([row.id for row in page.rows], page.total) == (["train-3-0", "train-1-1"], 13)
+    assert index.find(RolloutFilter(search="52"), offset=13).total == 13
+
+
 def delete(file: Path) -> None:
     file.unlink()
 

@@ -14,7 +14,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -91,15 +91,14 @@ class RolloutIndex:
         selection = selection or RolloutFilter()
 
         def page(index: _OpenIndex) -> Page:
-            where, values = index.condition(selection)
-            (total,) = index.first_row(f"SELECT count(*) FROM rollouts WHERE {where}", values)
             direction = "DESC" if descending else "ASC"
             order = f"step {direction}" if sort == "step" else f"{sort} IS NULL, {sort} {direction}, step"
-            rows = index.database.execute(
-                f"SELECT {', '.join(_COLUMNS)} FROM rollouts WHERE {where} "
-                f"ORDER BY {order}, kind DESC, line LIMIT ? OFFSET ?",
-                (*values, limit, offset),
-            )
+            with index.selected(selection) as (source, values):
+                (total,) = index.first_row(f"SELECT count(*) FROM {source}", values)
+                rows = index.database.execute(
+                    f"SELECT {', '.join(_COLUMNS)} FROM {source} ORDER BY {order}, kind DESC, line LIMIT ? OFFSET ?",
+                    (*values, limit, offset),
+                ).fetchall()
             return Page(tuple(map(_row, rows)), total, index.indexed_count, index.files)
 
         return self._call(page, selection, seconds)
@@ -255,7 +254,21 @@ class _OpenIndex:
                 "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", (*file, status.st_size, status.st_mtime_ns, tail)
             )
 
-    def condition(self, selection: RolloutFilter) -> tuple[str, list[Any]]:
+    @contextmanager
+    def selected(self, selection: RolloutFilter) -> Iterator[tuple[str, list[Any]]]:
+        """FROM and WHERE of the rollouts that are selected, with their values. A search is made once, for all
+        statements of the block: it reads every text."""
+        where, values = self._condition(selection)
+        if not selection.search:
+            yield f"rollouts WHERE {where}", values
+            return
+        self.database.execute(f"CREATE TEMP TABLE found AS SELECT kind, step, line FROM rollouts WHERE {where}", values)
+        try:
+            yield "temp.found JOIN rollouts USING (kind, step, line)", []
+        finally:
+            self.database.execute("DROP TABLE temp.found")
+
+    def _condition(self, selection: RolloutFilter) -> tuple[str, list[Any]]:
         """WHERE, with its values. A search reads the rollouts that are longer than what the index holds of them."""
         conditions = ["1", *(text for text, _ in selection.conditions())]
         values = [value for _, each in selection.conditions() for value in each]
