@@ -20,13 +20,13 @@ def record(task: Task, rollout: Rollout) -> float:
     """A quarter for a JSON object in the reply, and one for each of its three fields that is right."""
     text = rollout.text
     try:
-        found = json.loads(text[text.find("{") : text.rfind("}") + 1])
+        answer = json.loads(text[text.find("{") : text.rfind("}") + 1])
     except ValueError:
         return 0.0
-    if not isinstance(found, dict):
+    if not isinstance(answer, dict):
         return 0.0
     expected = json.loads(task.answer)
-    return (1 + sum(found.get(key) == value for key, value in expected.items())) / (1 + len(expected))
+    return (1 + sum(answer.get(key) == value for key, value in expected.items())) / (1 + len(expected))
 
 
 @reward("same")
