@@ -206,6 +206,13 @@ def server(settings: RunConfig) -> Iterator[tuple[str, str]]:
             "Start one with tinsmith serve, and set TINKER_BASE_URL and TINKER_API_KEY for both.",
         )
     check_checkpoints(settings)
+    with own_server(settings) as address:
+        yield address
+
+
+@contextmanager
+def own_server(settings: RunConfig) -> Iterator[tuple[str, str]]:
+    """The base URL and API key of the run's own service, which is started here, whatever URL is set."""
     if settings.service.engine == "fake":
         sys.stderr.write("note: service.engine is fake: a dry run without a model; its replies are random tokens\n")
     service = own_service(settings)

@@ -22,7 +22,7 @@ from tinsmith.rl.evaluation.endpoint import Sampling
         (("tiny", "gsm8k"), {"samples": 2}, "greedy answers are identical"),
         (("tiny", "gsm8k"), {"limit": 0}, "--limit is 0"),
         (("tiny", "gsm8k"), {"include": Path("absent")}, "no folder absent"),
-        (("tinker://run/sampler_weights/final", "gsm8k"), {}, "TINKER_BASE_URL names no server"),
+        (("tinker://run/sampler_weights/final", "gsm8k"), {}, "no server is named that has it"),
     ],
 )
 def test_evaluation_refuses_what_it_cannot_do(monkeypatch, words, options, error):

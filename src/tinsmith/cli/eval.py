@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from tinsmith.cli.service.weights import SamplingServer, open_weights, settings_among
 from tinsmith.errors import ConfigError
 from tinsmith.rl.evaluation.endpoint import Endpoint, Sampling
 from tinsmith.terminal import new_console
@@ -24,7 +25,6 @@ from tinsmith.terminal import new_console
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tinsmith.rl.config import RunConfig
     from tinsmith.rl.evaluation.scores import Scores
 
 Words = Annotated[
@@ -46,11 +46,12 @@ def evaluate(
     alone: Annotated[bool, Parameter(negative="")] = False,
     out: Path | None = None,
     json_: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    server: SamplingServer | None = None,
 ) -> None:
     """Evaluate a model, the weights of a run or a checkpoint on benchmarks, through the server's OpenAI API.
 
-    A run and a checkpoint are compared with their base model, problem by problem. The server of a checkpoint is
-    TINKER_BASE_URL; for a model and a run, a service is started where no URL is set.
+    A run and a checkpoint are compared with their base model, problem by problem. For a model, and for a run that had
+    a service of its own, a service is started where no server is named.
 
     Parameters
     ----------
@@ -67,7 +68,7 @@ def evaluate(
     sampling.check()
     console = new_console(stderr=True, soft_wrap=True)
     with ExitStack() as stack:
-        endpoint, weights = _endpoint(stack, target, overrides, console)
+        endpoint, weights = _endpoint(stack, target, overrides, server, console)
         names = [endpoint.model] if not weights else [weights] if alone else [endpoint.model, weights]
         models = {
             name: _scores(replace(endpoint, model=name), benchmarks, sampling, console) for name in dict.fromkeys(names)
@@ -83,16 +84,11 @@ def evaluate(
 
 def _parsed(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
     """The model, the benchmarks and the settings among the words."""
-    overrides = [word for word in words if "=" in word and not word.startswith("tinker://")]
-    target, *benchmarks = [word for word in words if word not in overrides] or [""]
+    others, overrides = settings_among(words, "eval")
+    target, *benchmarks = others or [""]
     if not target or not benchmarks:
         raise ConfigError(
             "tinsmith eval needs what to evaluate, and a benchmark.", "Example: tinsmith eval runs/addition gsm8k"
-        )
-    if unknown := [word for word in overrides if word.partition(".")[0] not in ("model", "service")]:
-        raise ConfigError(
-            f"'{unknown[0]}': an evaluation takes settings of model and service only.",
-            "For a run file's own evaluation: tinsmith run FILE mode=bench.",
         )
     return target, benchmarks, overrides
 
@@ -108,52 +104,18 @@ def _scores(endpoint: Endpoint, benchmarks: Sequence[str], sampling: Sampling, c
     return made
 
 
-def _endpoint(stack: ExitStack, target: str, overrides: Sequence[str], console: Console) -> tuple[Endpoint, str]:
+def _endpoint(
+    stack: ExitStack, target: str, overrides: Sequence[str], server: SamplingServer | None, console: Console
+) -> tuple[Endpoint, str]:
     """The base model on its server, which is started if it must be, and the path of the weights, if there are any."""
     from tinsmith.rl.evaluation.endpoint import Endpoint
-    from tinsmith.rl.run.state import read_state
-    from tinsmith.runner import server, starts_service
     from tinsmith.terminal import waiting
 
-    tokenizer = Path(stack.enter_context(TemporaryDirectory()))
-    weights = target if target.startswith("tinker://") else ""
-    config = _config(target, overrides, tokenizer)
-    if weights and starts_service(config):
-        raise ConfigError(
-            f"{weights}: TINKER_BASE_URL names no server that has it.",
-            "Start its server and set TINKER_BASE_URL and TINKER_API_KEY, or name the folder of its run.",
-        )
-    if (Path(target) / "run.yaml").exists():
-        if (state := read_state(Path(target))) is None:
-            raise ConfigError(f"{target} has no weights yet.", "Wait for its first checkpoint, or name the base model.")
-        weights = state.sampling_path or state.result_path
-    with waiting(console, f"Opening {target}"):
-        url, key = stack.enter_context(server(config))
-        base = asyncio.run(_save_tokenizer(url, key, config.model.name, weights, tokenizer))
-    return Endpoint(url=url, key=key, model=base, tokenizer=tokenizer), weights
-
-
-def _config(target: str, overrides: Sequence[str], folder: Path) -> RunConfig:
-    """The settings of the model and its service: those of the run in the folder, or of a model by name."""
-    from omegaconf import OmegaConf
-
-    from tinsmith.overrides import apply_overrides
-    from tinsmith.rl.config import RunConfig
-    from tinsmith.settings import build
-
-    file = Path(target) / "run.yaml"
-    values: dict[str, Any] = {"model": {"name": target}, "folder": str(folder)}
-    if file.exists():
-        stored: Any = OmegaConf.to_container(OmegaConf.load(file))
-        names = ("name", "base_url", "api_key_env", "tokenizer", "chat_template")
-        model = {name: stored["model"][name] for name in names}
-        values = {"model": model, "service": stored["service"], "folder": target}
-    elif Path(target).is_dir() and not (Path(target) / "config.json").exists():
-        raise ConfigError(f"{target} is neither the folder of a run nor of a model.", "Name one that has run.yaml.")
-    # A run file needs tasks; none of these is drawn.
-    tasks = {"tasks": {"eval": {"type": "addition"}}, "rewards": [{"type": "number"}]}
-    values = {**values, **tasks, "mode": "bench", "name": "eval"}
-    return build(RunConfig, apply_overrides(values, overrides, RunConfig), target)
+    folder = Path(stack.enter_context(TemporaryDirectory()))
+    weights = open_weights(stack, target, overrides, folder, console, server=server)
+    with waiting(console, f"Loading the tokenizer of {target}"):
+        base = asyncio.run(_save_tokenizer(weights.url, weights.key, weights.base, weights.path, folder))
+    return Endpoint(url=weights.url, key=weights.key, model=base, tokenizer=folder), weights.path
 
 
 async def _save_tokenizer(url: str, key: str, base: str, weights: str, folder: Path) -> str:

@@ -1,0 +1,138 @@
+"""The command `tinsmith chat`.
+
+Notes go to standard error where standard input or output is no terminal: standard output is the replies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from tinsmith.cli.service.weights import SamplingServer
+from tinsmith.errors import ConfigError
+from tinsmith.terminal import new_console
+
+if TYPE_CHECKING:
+    import httpx
+    from rich.console import Console
+
+    from tinsmith.cli.chat.session import ChatSession
+    from tinsmith.cli.service.weights import ServedWeights
+
+Words = Annotated[
+    str,
+    Parameter(
+        name="MODEL|RUN|tinker://…",
+        help="What to talk to: a base model, the folder of a run, or a checkpoint. Words such as service.engine=fake "
+        "are settings of the model and of the service that is started.",
+        allow_leading_hyphen=False,
+    ),
+]
+
+
+def chat(
+    *words: Words,
+    system: str | None = None,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    checkpoint: str = "",
+    server: SamplingServer | None = None,
+) -> None:
+    """Talk to a model, to the weights of a run or to a checkpoint. Ctrl-C stops a reply, Ctrl-D ends; /help in the chat
+    lists its commands.
+
+    A run's own system prompt, sampling settings and chat template apply. Where standard input is no terminal, each of
+    its lines is a message, and the replies are standard output.
+
+    Parameters
+    ----------
+    system
+        System prompt. Default: that of the run, else none. "" is none.
+    max_tokens
+        Largest number of tokens in a reply. Default: that of the run, else as many as the context holds.
+    temperature
+        Sampling temperature; 0 is greedy. Default: that of the run, else 1.
+    checkpoint
+        Which one of a run: best, last, or a step's number. Default: the best if checkpoint.keep is best, else the last.
+    """
+    from tinsmith.cli.chat import of_run
+    from tinsmith.cli.chat.replies import server_client
+    from tinsmith.cli.chat.session import piped_lines, typed_lines
+    from tinsmith.cli.service.weights import open_weights, settings_among
+
+    target, overrides = settings_among(words, "chat")
+    if not target:
+        raise ConfigError("tinsmith chat needs what to talk to.", "Example: tinsmith chat runs/addition")
+    if len(target) > 1:
+        raise ConfigError(f"tinsmith chat talks to one model, and does not take {target[1]!r}.")
+    of_run.check_options(max_tokens, temperature)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal of another encoding
+    in_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    console = new_console(stderr=not in_terminal, soft_wrap=True, highlight=False)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        weights = open_weights(stack, target[0], overrides, folder, console, server=server, checkpoint=checkpoint)
+        client = stack.enter_context(server_client(weights.url, weights.key))
+        session = _session(weights, client, console, in_terminal=in_terminal)
+        session.replies.check()
+        settings = session.replies.settings
+        session.replies.settings = replace(
+            settings,
+            max_tokens=settings.max_tokens if max_tokens is None else max_tokens,
+            temperature=settings.temperature if temperature is None else temperature,
+        )
+        session.conversation.system = session.conversation.system if system is None else system
+        if unused := of_run.unused_settings(weights):
+            console.print(f"note: {', '.join(unused)}: no effect in a chat", style="dim")
+        if in_terminal:
+            _introduce(weights, session)
+        session.run(typed_lines() if in_terminal else piped_lines())
+
+
+def _session(weights: ServedWeights, client: httpx.Client, console: Console, *, in_terminal: bool) -> ChatSession:
+    """A chat as the run has it, or with the server's settings."""
+    from tinsmith.cli.chat import of_run
+    from tinsmith.cli.chat.conversation import Conversation
+    from tinsmith.cli.chat.replies import ReplyStream
+    from tinsmith.cli.chat.session import ChatSession
+    from tinsmith.cli.chat.thinking import opened_thinking
+
+    encode, opened, settings = None, "", of_run.reply_settings(weights)
+    if of_run.has_own_template(weights):
+        codec = asyncio.run(of_run.open_chat(weights))
+        encode = of_run.encoder(codec)
+        settings = replace(settings, template_values={})  # the codec has them
+        opened = opened_thinking(codec.decode(encode([{"role": "user", "content": "?"}])))
+    return ChatSession(
+        ReplyStream(client, weights.name, settings, encode),
+        Conversation(of_run.system_prompt(weights)),
+        console,
+        in_terminal,
+        opened,
+    )
+
+
+def _introduce(weights: ServedWeights, session: ChatSession) -> None:
+    """Say whom the chat is with, and how its replies are sampled."""
+    from tinsmith.rl.history.console_text import plain
+
+    step = "" if weights.step is None else f" of step {weights.step}"
+    sampled = ", ".join(
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in session.replies.settings.parameters.items()
+    )
+    lines = [f"{weights.name}{step}", *filter(None, [sampled])]
+    if session.conversation.system:
+        lines.append(f"system prompt: {session.conversation.system}")
+    for line in (*lines, "/help lists commands, Ctrl-D ends"):
+        session.console.out(plain(line), style="dim", highlight=False)

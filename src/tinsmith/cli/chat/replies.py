@@ -1,0 +1,148 @@
+"""Replies of a server's OpenAI API, in pieces as they are sampled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from tinsmith.chat.strict_json import encode_json
+from tinsmith.errors import ConfigError, EngineError, TinsmithError, UserError
+
+Messages = Sequence[Mapping[str, str]]
+"""A conversation: role and content of each message."""
+CONNECT_S = 10.0
+ROUTE = "oai/api/v1"
+"""Where servers of the Tinker API have their OpenAI API."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplySettings:
+    """How replies are sampled; what is not set has the server's default.
+
+    Example: ReplySettings(max_tokens=256, temperature=0.7)
+    """
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Further parameters of the OpenAI API."""
+    template_values: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the model's chat template."""
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The parameters of a request."""
+        values = {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "chat_template_kwargs": self.template_values or None,
+        }
+        return {**self.more, **{name: value for name, value in values.items() if value is not None}}
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyPiece:
+    """A piece of a reply; the last one says why the reply ended.
+
+    Example: ReplyPiece(" 52", "stop")
+    """
+
+    text: str
+    ended: str = ""
+    """`stop`, or `length` for the limit of tokens; empty: the reply goes on."""
+
+
+class ReplyStream:
+    """Samples replies to conversations from weights at a server."""
+
+    def __init__(
+        self,
+        client: httpx.Client,
+        model: str,
+        settings: ReplySettings,
+        encode: Callable[[Messages], Sequence[int]] | None = None,
+    ) -> None:
+        """`encode`: renders a conversation as tokens; None: the server does, with the model's chat template."""
+        self._client, self._model, self._encode = client, model, encode
+        self.settings = settings
+
+    def reply(self, messages: Messages) -> Generator[ReplyPiece]:
+        """The reply to a conversation. Closing the generator stops it.
+
+        Raises UserError for what the server refuses, EngineError if it fails.
+        """
+        body: dict[str, Any] = {"model": self._model, "stream": True, **self.settings.parameters}
+        if self._encode is None:
+            body["messages"] = list(messages)
+        else:
+            body["prompt"] = list(self._encode(messages))
+        route = "completions" if self._encode else "chat/completions"
+        headers = {"Content-Type": "application/json"}
+        try:
+            with self._client.stream(
+                "POST", f"{ROUTE}/{route}", content=encode_json(body).encode(), headers=headers
+            ) as response:
+                if response.is_error:
+                    response.read()
+                    raise _refusal(response)
+                yield from _pieces(response.iter_lines())
+        except httpx.HTTPError as error:
+            raise self._lost(error) from error
+
+    def check(self) -> None:
+        """Raise UserError if no server responds, or if it does not have the weights."""
+        try:
+            response = self._client.get(f"{ROUTE}/models/{quote(self._model, safe='')}")
+        except httpx.HTTPError as error:
+            raise self._lost(error) from error
+        if response.is_error:
+            raise _refusal(response)
+
+    def _lost(self, error: httpx.HTTPError) -> TinsmithError:
+        """The error for a server that does not respond, or not to the end."""
+        url = str(self._client.base_url).rstrip("/")
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return ConfigError(f"No server responds at {url}: {error}.", "Start one: tinsmith serve")
+        return EngineError(
+            f"{url} ended the reply: {error or type(error).__name__}.", "The log of the server says why."
+        )
+
+
+def server_client(url: str, key: str) -> httpx.Client:
+    """A client that waits for each token as long as it takes."""
+    headers = {"Authorization": f"Bearer {key}"}
+    timeout = httpx.Timeout(None, connect=CONNECT_S)
+    return httpx.Client(base_url=f"{url.rstrip('/')}/", headers=headers, timeout=timeout, follow_redirects=True)
+
+
+def _pieces(lines: Iterator[str]) -> Iterator[ReplyPiece]:
+    """The pieces in a stream of events. Raises EngineError if it breaks off."""
+    for line in lines:
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        event = json.loads(data)
+        if error := event.get("error"):
+            raise EngineError(str(error.get("message", error)))
+        for choice in event.get("choices", ()):
+            text = choice["delta"].get("content") if "delta" in choice else choice.get("text")
+            ended = choice.get("finish_reason") or ""
+            if text or ended:
+                yield ReplyPiece(text or "", ended)
+    raise EngineError("The server ended the reply before it was complete.", "Its log says more.")
+
+
+def _refusal(response: httpx.Response) -> TinsmithError:
+    """The error for a response that is none, in the server's own words if it gave any."""
+    message = f"{response.url} responds with status {response.status_code}."
+    with suppress(ValueError, KeyError, TypeError):
+        message = str(response.json()["error"]["message"])
+    return UserError(message) if response.is_client_error else EngineError(message)

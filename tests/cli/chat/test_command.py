@@ -1,0 +1,85 @@
+"""`tinsmith chat` as a program: with a pipe at a service with the fake engine, and with SmolLM2 in a terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from tinsmith.cli.chat.command import chat
+from tinsmith.cli.service.weights import SamplingServer
+from tinsmith.errors import ConfigError, UserError
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.embedded import embedded
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SamplingServer]:
+    with embedded(ServeConfig(models=("toy",), engine="fake", data=tmp_path_factory.mktemp("data"))) as (url, key):
+        yield SamplingServer(url=url, key=key)
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "error"),
+    [
+        ((), {}, "needs what to talk to"),
+        (("toy", "toy"), {}, "talks to one model"),
+        (("toy", "steps=2"), {}, "settings of model and service only"),
+        (("toy",), {"max_tokens": 0}, "--max-tokens is 0"),
+        (("toy",), {"temperature": float("nan")}, "--temperature is nan"),
+    ],
+)
+def test_chat_refuses_what_it_cannot_do(words, options, error):
+    with pytest.raises(ConfigError, match=error):
+        chat(*words, **options)
+
+
+@pytest.mark.e2e
+def test_lines_of_a_pipe_are_answered(server, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\n/reset\none\n"))
+    chat("toy", system="Be brief.", max_tokens=4, temperature=0, server=server)
+    printed = capsys.readouterr()
+    first, again = printed.out.splitlines()
+    assert first == again != ""
+    assert printed.err.count("max_tokens, 4") == 2
+
+
+@pytest.mark.e2e
+def test_unknown_weights_are_refused_before_a_message(server):
+    for name in ("tow", "tinker://run/weights/1"):
+        with pytest.raises(UserError):
+            chat(name, server=server)
+    with pytest.raises(ConfigError, match="No server responds"):
+        chat("toy", server=SamplingServer(url="http://127.0.0.1:9", key="tml-x"))
+
+
+@pytest.mark.slow
+def test_smollm2_in_a_terminal(smollm2: Path, tmp_path: Path):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TINKER_")}
+    words = ["-m", "tinsmith", "chat", str(smollm2), "--temperature", "0"]
+    terminal = pexpect.spawn(
+        sys.executable, words, env={**environment, "TERM": "xterm"}, encoding="utf-8", timeout=300, cwd=tmp_path
+    )
+    terminal.expect("Ctrl-D ends")
+    prompt = "\n> "
+    terminal.expect(prompt)
+    terminal.sendline("What is the capital of France? /no list")
+    terminal.expect("Paris")
+    terminal.expect(prompt)
+    terminal.sendline("Write the numbers from one to a thousand.")
+    terminal.expect(r"\w+\W+\w+\W+\r\n")  # the line is echoed, and the reply has begun
+    terminal.sendintr()
+    terminal.expect("stopped")
+    terminal.expect(prompt)
+    terminal.sendline("/undo")
+    terminal.expect("1 turn left")
+    terminal.expect(prompt)
+    terminal.sendeof()
+    terminal.expect(pexpect.EOF)
+    terminal.close()
+    assert terminal.exitstatus == 0
