@@ -58,13 +58,13 @@ def test_overview_has_state_curves_and_comparison(finished: Path, capsys: pytest
     assert "reward/mean" in text
     assert "step 3 against step 0" in text
     assert "\x1b" not in text
-    show(finished, json_=True)
+    show(finished, as_json=True)
     overview = json.loads(capsys.readouterr().out)
     assert (overview["state"], overview["step"], overview["metrics"]["step"]) == ("finished", 3, [0, 1, 2, 3])
 
 
 def test_lists_rollouts_that_conditions_select(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    show(finished, listed=Listed(step="2..3", reward="1..", sort="tokens"), json_=True)
+    show(finished, listed=Listed(step="2..3", reward="1..", sort="tokens"), as_json=True)
     listed = json.loads(capsys.readouterr().out)
     assert {row["reward"] for row in listed["rollouts"]} <= {1.0}
     assert all(row["step"] in (2, 3) and row["id"].startswith("train-") for row in listed["rollouts"])
@@ -79,7 +79,7 @@ def test_one_rollout_and_its_group(finished: Path, capsys: pytest.CaptureFixture
     text = capsys.readouterr().out
     assert "group 1, number 1" in text
     assert "right answer" in text
-    show(finished, "train-2-5", shown=Shown(group=True), json_=True)
+    show(finished, "train-2-5", shown=Shown(group=True), as_json=True)
     assert [each["id"] for each in json.loads(capsys.readouterr().out)] == [f"train-2-{at}" for at in range(4, 8)]
     with pytest.raises(ConfigError, match="There is no rollout train-99-0"):
         show(finished, "train-99-0")

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
 
+from tinsmith.cli.documents.output import AsJson, messages_on_stderr, print_json
+from tinsmith.cli.documents.run import document_of
 from tinsmith.cli.run_file import (
     Config,
     FileAndOverrides,
@@ -91,7 +93,11 @@ Overrides = Annotated[
 
 @app.command
 def run(
-    *words: FileAndOverrides, config: Config = None, plugin_dir: PluginDir = None, time_limit: TimeLimit = None
+    *words: FileAndOverrides,
+    config: Config = None,
+    plugin_dir: PluginDir = None,
+    time_limit: TimeLimit = None,
+    as_json: AsJson = False,
 ) -> None:
     """Train from a run file, or resume the run in its folder. Reads files of Trinity-RFT, rLLM and minds_RL too.
 
@@ -100,23 +106,47 @@ def run(
     The server is model.base_url of the file, else TINKER_BASE_URL; the key is TINKER_API_KEY or TRINITY_API_KEY.
 
     Without either URL, a service runs on this machine for the duration of the run.
+
+    With --json, the document is printed when the run ends or stops early; all messages go to standard error.
     """
-    from tinsmith.cli.runner import diagnosis_of, sample, train
+    from tinsmith.cli.runner import in_fresh_folder
     from tinsmith.dialects import read_run
 
     file, overrides = file_and_overrides("run", words, config)
-    console = new_console()
-    run_file = read_run(file, with_time_limit(with_plugins(overrides, plugin_dir), time_limit))
-    print_notes(run_file, console)
-    if run_file.settings.mode in ("explore", "bench"):
-        sample(run_file.settings, console)
-        return
-    settings, state = train(run_file.settings, console)
-    diagnosis = diagnosis_of(settings)
+    console = new_console(stderr=as_json)
+    with messages_on_stderr(as_json):
+        run_file = read_run(file, with_time_limit(with_plugins(overrides, plugin_dir), time_limit))
+        print_notes(run_file, console)
+        settings = in_fresh_folder(run_file.settings)
+    try:
+        with messages_on_stderr(as_json):
+            ended = _run(run_file.settings, settings, console)
+    except StoppedEarly:
+        if as_json:
+            print_json(document_of(settings))
+        raise
+    if as_json:
+        print_json(document_of(settings))
+    if ended is not None:
+        _end(*ended, console)
+
+
+def _run(file: RunConfig, settings: RunConfig, console: Console) -> tuple[RunConfig, Diagnosis] | None:
+    """Run to the end. Returns the settings and the diagnosis of the last stage; None of a run that does not train.
+
+    `file`: the settings of the run file; those of the run may have another folder.
+    """
+    from tinsmith.cli.runner import diagnosis_of, sample, train
+
+    if settings.mode in ("explore", "bench"):
+        sample(file, settings, console)
+        return None
+    stage, state = train(settings, console)
+    diagnosis = diagnosis_of(stage)
     if not diagnosis.trained_nothing:
-        console.print(f"{_plain(settings.name)} is finished: {counted(state.step, 'step')}", highlight=False)
-    _print_results(settings, state, console)
-    _end(settings, diagnosis, console)
+        console.print(f"{_plain(stage.name)} is finished: {counted(state.step, 'step')}", highlight=False)
+    _print_results(stage, state, console)
+    return stage, diagnosis
 
 
 @app.command

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from tinsmith.cli.documents.data import read_data
+from tinsmith.cli.documents.output import AsJson, messages_on_stderr, print_json
 from tinsmith.cli.run_file import Config, FileAndOverrides, PluginDir, file_and_overrides, read_with_notes, with_plugins
-from tinsmith.errors import ConfigError, Unreachable
+from tinsmith.errors import ConfigError
 from tinsmith.imports import has_torch
 from tinsmith.plurals import counted
 from tinsmith.terminal import new_console
 
 if TYPE_CHECKING:
     from tinsmith.rl.config import RunConfig
-    from tinsmith.rl.run.parts import RunData
-    from tinsmith.rl.types import Message
-
-EXAMPLES = 3
-"""Prompts to show of each kind of data."""
 
 
 def check(
@@ -34,6 +31,7 @@ def check(
     gradients: Annotated[
         bool, Parameter(negative=(), help="Check the gradient of the policy loss by finite differences.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check a run file and its data without starting anything, and note keys that have no effect.
 
@@ -46,16 +44,35 @@ def check(
     file, overrides = file_and_overrides("check", words, config)
     if offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
-    run_file = read_with_notes(file, with_plugins(overrides, plugin_dir))
-    _check_packages(run_file.settings)
-    _check_monitors(run_file.settings)
-    _check_images(run_file.settings)
-    for line in _parts_lines(run_file.settings, gradients=gradients):
-        sys.stdout.write(f"{line}\n")
-    for line in _data_lines(run_file.settings):
+    with messages_on_stderr(as_json):
+        run_file = read_with_notes(file, with_plugins(overrides, plugin_dir))
+        run = run_file.settings
+        _check_packages(run)
+        _check_monitors(run)
+        _check_images(run)
+        parts = list(_parts_lines(run))
+        checked = list(_checked_losses(run, gradients=gradients))
+        data = list(read_data(run))
+    if as_json:
+        print_json(
+            {
+                "file": str(file),
+                "dialect": run_file.dialect,
+                "notes": list(run_file.notes),
+                "name": run.name,
+                "model": run.model.name,
+                "mode": run.mode,
+                "summary": _summary(run),
+                "parts": parts,
+                "gradients": checked,
+                "data": [each.document for each in data],
+            }
+        )
+        return
+    for line in (*parts, *checked, *(line for each in data for line in each.lines)):
         sys.stdout.write(f"{line}\n")
     dialect = f", a file of {run_file.dialect}," if run_file.dialect else ""
-    sys.stdout.write(f"{file}{dialect} is valid: {_summary(run_file.settings)}\n")
+    sys.stdout.write(f"{file}{dialect} is valid: {_summary(run)}\n")
 
 
 def _check_packages(run: RunConfig) -> None:
@@ -75,15 +92,19 @@ def _check_packages(run: RunConfig) -> None:
         )
 
 
-def _parts_lines(run: RunConfig, *, gradients: bool) -> Iterator[str]:
-    """Lines about the parts of one's own, and about gradients. Raises ConfigError for a loss that is wrong."""
-    from tinsmith.rl.algorithms.losses.user_code import CustomLoss
+def _parts_lines(run: RunConfig) -> Iterator[str]:
+    """Lines about the parts of one's own."""
     from tinsmith.rl.plugin_files import described_parts
 
-    stages = run.runs
-    yield from dict.fromkeys(line for stage in stages for line in described_parts(stage))
+    yield from dict.fromkeys(line for stage in run.runs for line in described_parts(stage))
+
+
+def _checked_losses(run: RunConfig, *, gradients: bool) -> Iterator[str]:
+    """Lines about gradients. Raises ConfigError for a policy loss that is wrong."""
+    from tinsmith.rl.algorithms.losses.user_code import CustomLoss
+
     checked: list[Any] = []
-    for stage in stages:
+    for stage in run.runs:
         loss = stage.algorithm.loss
         if stage.mode in ("explore", "bench") or loss in checked or not (gradients or isinstance(loss, CustomLoss)):
             continue
@@ -139,83 +160,6 @@ def _check_monitors(run: RunConfig) -> None:
         folder_path(run),
         new_console(stderr=True),
     )
-
-
-def _data_lines(run: RunConfig) -> Iterator[str]:
-    """Numbers of rows and examples of each stage. Raises ConfigError for data that the run cannot use."""
-    from tinsmith.rl.run.parts import RunData, resolve_steps
-
-    read: list[tuple[tuple[Any, ...], RunData]] = []
-    for stage in run.runs:
-        key = (stage.tasks, stage.environments, stage.demonstrations, stage.algorithm.type, stage.mode, stage.seed)
-        data = next((earlier for settings, earlier in read if settings == key), None)
-        try:
-            resolve_steps(stage, data or RunData(stage))
-            prefix = f"stage {stage.name.removeprefix(run.name).strip()}: " if run.stages else ""
-            lines = list(_counts(stage, data or (data := RunData(stage))))
-        except Unreachable as error:
-            yield from _unopened(stage, error)
-            continue
-        yield from (f"{prefix}{line}" for line in lines)
-        if all(settings != key for settings, _ in read):
-            read.append((key, data))
-            yield from _examples(stage, data)
-
-
-def _unopened(stage: RunConfig, error: Unreachable) -> Iterator[str]:
-    """Lines about data that was not opened. Raises ConfigError for other data of the stage that cannot be used."""
-    from tinsmith.rl.data.sources import as_tuple
-
-    named = stage.tasks.eval
-    evaluated = named.values() if isinstance(named, dict) else as_tuple(named)
-    loads = [source.load for source in (*stage.tasks.sources, *evaluated)]
-    texts = {str(error): None}
-    for load in (*loads, stage.demonstrations.load) if stage.demonstrations else loads:
-        try:
-            load()
-        except Unreachable as other:
-            texts[str(other)] = None
-    yield from (f"not opened: {text}" for text in texts)
-
-
-def _counts(stage: RunConfig, data: RunData) -> Iterator[str]:
-    sampler, held_out = data.tasks
-    names = [f"{name} {len(tasks):,}" if name else f"{len(tasks):,}" for name, tasks in held_out.items()]
-    evaluated = f"{', '.join(names)} held out" if any(held_out.values()) else "none held out"
-    if stage.demonstrations is not None:
-        count = sum(map(len, data.demonstrations))
-        alone = not stage.uses_rollouts
-        per_step = stage.demonstrations.count(stage.groups_per_step, stage.group_size, alone=alone)
-        yield f"data: {counted(count, 'demonstration')}, {_per_epoch(count, per_step)}"
-    if stage.samples and sampler.size:
-        steps = _per_epoch(sampler.size, stage.groups_per_step)
-        yield f"data: {counted(sampler.size, 'task')} to train on, {evaluated}; {steps}"
-    elif any(held_out.values()):
-        yield f"data: {evaluated}"
-
-
-def _per_epoch(rows: int, per_step: int) -> str:
-    return f"{rows / per_step:.4g} steps per epoch, of {per_step:,} each"
-
-
-def _examples(stage: RunConfig, data: RunData) -> Iterator[str]:
-    """The first rows to train on, or to evaluate if none are sampled. Raises ConfigError if all are held out."""
-    sampler, held_out = data.tasks
-    for demonstration in [each for part in data.demonstrations for each in part[:EXAMPLES]][:EXAMPLES]:
-        yield _example(demonstration.id, demonstration.messages[:-1], demonstration.messages[-1].content)
-    tasks = sampler.draw(EXAMPLES) if stage.samples and sampler.size else []
-    for task in tasks or [task for part in held_out.values() for task in part[:EXAMPLES]][:EXAMPLES]:
-        yield _example(task.id, task.messages, task.answer)
-
-
-def _example(name: str, messages: Sequence[Message], answer: str) -> str:
-    prompt = next((message.content for message in reversed(messages) if message.role == "user"), "")
-    return f"  {name}: {_short(prompt)} -> {_short(answer)}"
-
-
-def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 def _summary(run: RunConfig) -> str:

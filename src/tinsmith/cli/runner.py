@@ -60,8 +60,23 @@ class StoppedEarly(Exception):
         self.by_user = by_user
 
 
-def sample(settings: RunConfig, console: Console) -> None:
-    """Run mode explore, which samples for a training process, or mode bench, which compares checkpoints."""
+def in_fresh_folder(settings: RunConfig) -> RunConfig:
+    """The settings with the folder that the run writes to: another one if there is a run and `resume` is rename."""
+    from tinsmith.rl.record.layout import BENCH
+    from tinsmith.rl.run.parts import with_fresh_folder
+
+    return (
+        settings
+        if settings.mode == "explore"
+        else with_fresh_folder(settings, BENCH if settings.mode == "bench" else "")
+    )
+
+
+def sample(settings: RunConfig, fresh: RunConfig, console: Console) -> None:
+    """Run mode explore, which samples for a training process, or mode bench, which compares checkpoints.
+
+    `fresh`: the settings in the folder of the comparison (`in_fresh_folder`).
+    """
     import asyncio
 
     from rich.markup import escape
@@ -71,7 +86,7 @@ def sample(settings: RunConfig, console: Console) -> None:
     from tinsmith.rl.guards import event_loop
     from tinsmith.rl.policy.server_watch import ServerWatch
     from tinsmith.rl.policy.tinker_models import TinkerModels
-    from tinsmith.rl.run.parts import folder_path, with_fresh_folder
+    from tinsmith.rl.run.parts import folder_path
     from tinsmith.runner import server, stop_signal
     from tinsmith.terminal import waiting
 
@@ -89,7 +104,6 @@ def sample(settings: RunConfig, console: Console) -> None:
                 return await work
 
         if settings.mode == "bench":
-            fresh = with_fresh_folder(settings, "bench")
             event_loop.run(watched(bench(fresh, connect, console, of=folder_path(settings), stop=stop)))
         else:
             where = "continues after the last batch in the buffer, or with the first"

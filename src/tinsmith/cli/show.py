@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from tinsmith.cli.documents.output import AsJson, print_json
+from tinsmith.cli.documents.run import run_document
 from tinsmith.errors import ConfigError
 from tinsmith.plurals import counted
 from tinsmith.terminal import new_console
@@ -91,7 +93,7 @@ def show(
     shown: Shown = Shown(),
     part: Annotated[str, Parameter(help="What another process of the run has recorded: bench or explore.")] = "",
     inspect: Annotated[Path | None, Parameter(help="Write the list to this .eval file, for inspect view.")] = None,
-    json_: Annotated[bool, _flag("Print JSON.", "--json")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show a run: its state, curves and findings; with a condition, its rollouts; with an ID, one of them whole."""
     from tinsmith.cli.log import latest_run
@@ -105,13 +107,13 @@ def show(
     if rollout:
         if listed != Listed() or inspect:
             raise ConfigError("Conditions select rollouts of a list.", "Leave out either the ID or the conditions.")
-        _show_one(history, rollout, shown, as_json=json_)
+        _show_one(history, rollout, shown, as_json=as_json)
     elif shown != Shown():
         raise ConfigError("--group, --tokens and --thinking need a rollout.", "Example: tinsmith show RUN train-12-3")
     elif listed == Listed() and inspect is None:
-        _show_run(history, as_json=json_)
+        _show_run(history, as_json=as_json)
     else:
-        _show_list(history, listed, inspect, as_json=json_)
+        _show_list(history, listed, inspect, as_json=as_json)
 
 
 def _show_list(history: RunHistory, listed: Listed, inspect: Path | None, *, as_json: bool) -> None:
@@ -132,7 +134,7 @@ def _show_list(history: RunHistory, listed: Listed, inspect: Path | None, *, as_
             f"inspect view --log-dir {inspect.parent}\n"
         )
     elif as_json:
-        _print_json({"total": page.total, "rollouts": [_row(row) for row in page.rows]})
+        print_json({"total": page.total, "rollouts": [_row(row) for row in page.rows]})
     else:
         from tinsmith.rl.history.console_run import print_rollouts
 
@@ -141,7 +143,7 @@ def _show_list(history: RunHistory, listed: Listed, inspect: Path | None, *, as_
 
 def _show_run(history: RunHistory, *, as_json: bool) -> None:
     if as_json:
-        _print_json(_overview(history))
+        print_json(run_document(history))
         return
     from tinsmith.rl.history.console_run import print_overview
 
@@ -160,51 +162,13 @@ def _show_one(history: RunHistory, identity: str, shown: Shown, *, as_json: bool
     records = [history.rollouts.read(each) for each in rows]
     if as_json:
         values = [{"id": each.id, **record} for each, record in zip(rows, records, strict=True)]
-        _print_json(values if shown.group else values[0])
+        print_json(values if shown.group else values[0])
         return
     print_group(rows, records, new_console(highlight=False), measure=shown.tokens, thinking=shown.thinking)
 
 
-def _overview(history: RunHistory) -> dict[str, Any]:
-    """What JSON says of a run."""
-    from tinsmith.rl.diagnosis import diagnose
-
-    status, metrics = history.status, history.metrics
-    diagnosis = diagnose(history.settings, metrics.rows)
-    return {
-        "name": history.name,
-        "folder": str(history.path),
-        "state": status.condition,
-        "reason": status.reason,
-        "step": status.step,
-        "steps": history.step_count,
-        "summary": diagnosis.summary,
-        "findings": [asdict(finding) for finding in diagnosis.findings],
-        "comparison": history.comparison,
-        "results": history.results,
-        "metrics": metrics.columns(),
-        "stages": [_overview(stage) for stage in history.stages],
-        "parts": list(history.parts),
-    }
-
-
 def _row(row: RolloutRow) -> dict[str, Any]:
     return {"id": row.id, **asdict(row)}
-
-
-def _print_json(value: Any) -> None:
-    from tinsmith.chat.strict_json import encode_json
-
-    sys.stdout.write(encode_json(_finite(value), compact=False) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    """The value, with null for numbers that JSON has not."""
-    if isinstance(value, float):
-        return value if abs(value) < float("inf") else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _part(history: RunHistory, name: str) -> RunHistory:

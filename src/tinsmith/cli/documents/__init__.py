@@ -1,0 +1,1 @@
+"""What `--json` of `run`, `check` and `show` prints; docs/reference/json.md has the fields."""
