@@ -69,8 +69,8 @@ def test_smollm2_in_a_terminal(smollm2: Path, tmp_path: Path):
     terminal.sendline("What is the capital of France?")
     terminal.expect("Paris")
     terminal.expect(prompt)
-    terminal.sendline("Tell a long story of the sea.")
-    terminal.expect("of the sea.\r\n")  # as typed
+    terminal.sendline("Describe the sea at length.")
+    terminal.expect("at length.\r\n")  # as typed
     terminal.expect(r"\w+\W+\w+")
     terminal.sendintr()
     terminal.expect("stopped")

@@ -107,12 +107,12 @@ def read_data(run: RunConfig) -> Iterator[StageData]:
         try:
             data = earlier or RunData(stage)
             resolve_steps(stage, data)
-            found = _stage_data(stage, name, data, with_examples=earlier is None)
+            part = _stage_data(stage, name, data, with_examples=earlier is None)
         except Unreachable as error:
-            found = StageData(stage=name, not_opened=_unopened(stage, error))
+            part = StageData(stage=name, not_opened=_unopened(stage, error))
         else:
             read.append((key, data))
-        yield found
+        yield part
 
 
 def _stage_data(stage: RunConfig, name: str, data: RunData, *, with_examples: bool) -> StageData:
