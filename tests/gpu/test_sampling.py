@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.engine.data import pass_for
 from tests.engine.sampling.helpers import PROMPT, assert_same_samples, sample_request, trained_logprobs
 from tests.models import KINDS
 from tinsmith.engine.base import AdamParams, LoraSpec, SampleResult
 from tinsmith.engine.sampling import sampler
+from tinsmith.engine.sampling.paged import adapter_slots
 from tinsmith.engine.sampling.paged.pages import PagedCache
 
 pytestmark = pytest.mark.gpu
@@ -113,3 +115,9 @@ def test_deterministic_engine_repeats_bits(
         wait(engine.detach(name))
         wait(engine.drop(name))
     assert bits[0] == bits[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_in_slots_have_a_kernel(device: str, dtype: torch.dtype) -> None:
+    products = adapter_slots.products_on(torch.device(device), dtype)
+    assert (products is adapter_slots.add_by_operators) == (device == "cpu")

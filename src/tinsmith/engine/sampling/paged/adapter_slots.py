@@ -2,14 +2,17 @@
 
 A step multiplies by the matrices of all slots at once and keeps, for each row, the part of its own slot. So the
 operators are the same for 1 and 8 adapters and for any order of rows; where as many adapters run as there are slots,
-nothing is read that is not needed.
+nothing is read that is not needed. On a GPU with Triton two kernels serve all projections of one input
+(`adapter_kernel`).
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +20,9 @@ from torch import Tensor
 from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair
 from tinsmith.engine.memory_plan import SLOT_BYTES, slot_bytes
 from tinsmith.engine.model_parts import HEAD
+from tinsmith.engine.triton_support import runs_triton
+
+log = logging.getLogger(__name__)
 
 
 def most_bytes(device: torch.device) -> int:
@@ -41,6 +47,66 @@ class StackedPair:
         return LoraPair(self.a[columns], self.b[:, columns])
 
 
+class AddProducts(Protocol):
+    """Adds s B A x of each row's own slot to the outputs of projections that have one input."""
+
+    def __call__(
+        self, inputs: Tensor, outputs: Sequence[Tensor], pairs: Sequence[StackedPair], own: Tensor, scales: Tensor
+    ) -> None:
+        """inputs [B, in], outputs [B, out] with adjacent columns, and a pair of stacks for each; own bool
+        [B, slots * rank], scales float32 [B, 1]."""
+        ...
+
+
+def add_by_operators(
+    inputs: Tensor, outputs: Sequence[Tensor], pairs: Sequence[StackedPair], own: Tensor, scales: Tensor
+) -> None:
+    """`AddProducts` by PyTorch's operators."""
+    for output, pair in zip(outputs, pairs, strict=True):
+        output.addmm_(_own_columns(inputs @ pair.a.T, own, scales), pair.b.T)
+
+
+def products_on(device: torch.device, dtype: torch.dtype) -> AddProducts:
+    """The kernel where it gives the results of PyTorch's operators, else these."""
+    if not runs_triton(device):
+        return add_by_operators
+    try:
+        from tinsmith.engine.sampling.paged import adapter_kernel  # Triton is where GPUs are
+
+        check(adapter_kernel.add_in_place, device, dtype)
+    except Exception:
+        log.warning("The kernel for adapters does not work here; decoding is slower.", exc_info=True)
+        return add_by_operators
+    return adapter_kernel.add_in_place
+
+
+def check(candidate: AddProducts, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ValueError unless the candidate gives the results of PyTorch's operators."""
+    draw = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=draw) / shape[-1] ** 0.5).to(device, dtype)
+
+    inputs, widths, slots, rank = drawn(70, 600), (70, 64, 8, 24), 3, 12
+    pairs = [StackedPair(drawn(slots * rank, 600), drawn(width, slots * rank)) for width in widths]
+    slot = torch.arange(70, device=device) // 25 - 1  # the first rows have no adapter, one slot has no row
+    own = slot[:, None] == torch.arange(slots * rank, device=device) // rank
+    scales = torch.rand(70, 1, generator=draw).to(device)
+    before = [drawn(70, width) for width in widths]
+    actual, expected = ([output.clone() for output in before] for _ in range(2))
+    candidate(inputs, actual, pairs, own, scales)
+    add_by_operators(inputs, expected, pairs, own, scales)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for left, right in zip(actual, expected, strict=True):
+        if not torch.allclose(left, right, rtol=tolerance, atol=tolerance):
+            raise ValueError("products with adapters in slots differ from PyTorch's")
+
+
+def _own_columns(narrow: Tensor, own: Tensor, scales: Tensor) -> Tensor:
+    """s A x of each row's own slot; 0 elsewhere, whatever another adapter makes of the row."""
+    return torch.where(own, narrow, 0.0).mul_(scales)
+
+
 @dataclass(frozen=True, slots=True)
 class SlotRows:
     """The slots as a step's projections read them; an entry of `ActiveAdapters.groups`."""
@@ -50,6 +116,7 @@ class SlotRows:
     """bool [B, slots * rank]: the columns of each row's slot."""
     scales: Tensor
     """float32 [B, 1]."""
+    add_products: AddProducts = add_by_operators
 
     @property
     def has_gradients(self) -> bool:
@@ -60,12 +127,12 @@ class SlotRows:
         return name in self.stacks
 
     def forward(self, inputs: Tensor, outputs: Sequence[Tensor], names: Sequence[str]) -> Tensor:
-        """Add s B A x to the outputs [B, out]; returns s A x of the last projection."""
-        narrow = inputs
-        for name, output in zip(names, outputs, strict=True):
-            narrow = self._narrow(inputs, self.stacks[name].a)
-            output.addmm_(narrow, self.stacks[name].b.T)
-        return narrow
+        """Add s B A x to the outputs [B, out]. Returns the inputs: steps have no backward that needs s A x."""
+        pairs = [self.stacks[name] for name in names]
+        in_place = all(output.stride(1) == 1 for output in outputs) and inputs.stride(1) == 1
+        add_products = self.add_products if in_place else add_by_operators
+        add_products(inputs, outputs, pairs, self.own, self.scales)
+        return inputs
 
     def backward(
         self,
@@ -81,11 +148,7 @@ class SlotRows:
     def add_to_logits(self, hidden: Tensor, logits: Tensor) -> None:
         """Add the contribution of the output head's adapters, in float32."""
         if HEAD in self.stacks:
-            logits.addmm_(self._narrow(hidden.float(), self.stacks[HEAD].a), self.stacks[HEAD].b.T)
-
-    def _narrow(self, inputs: Tensor, a: Tensor) -> Tensor:
-        """s A x of each row's own slot; 0 elsewhere, whatever another adapter makes of the row."""
-        return torch.where(self.own, inputs @ a.T, 0.0).mul_(self.scales)
+            add_by_operators(hidden.float(), [logits], [self.stacks[HEAD]], self.own, self.scales)
 
 
 class AdapterSlots:
@@ -93,6 +156,7 @@ class AdapterSlots:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
+        self._add_products = products_on(device, dtype)
         self.limit = most_bytes(device)
         """Most memory of the slots. Versions that need more are served as in a prefill (`linear.ActiveAdapters`)."""
         self.generation = 0
@@ -125,7 +189,8 @@ class AdapterSlots:
     def rows(self, slots: Tensor) -> SlotRows:
         """For rows in these slots, int64 [B]; -1 for rows without an adapter."""
         columns = torch.arange(len(self._members) * self._rank, device=self._device) // self._rank
-        return SlotRows(self._stacks, slots[:, None] == columns, self._scales[slots.clamp(min=0)][:, None])
+        own, scales = slots[:, None] == columns, self._scales[slots.clamp(min=0)][:, None]
+        return SlotRows(self._stacks, own, scales, self._add_products)
 
     def release_memory(self) -> None:
         """Drop all adapters."""

@@ -20,14 +20,33 @@ from tinsmith.engine.sampling.capacity import PAGE_TOKENS
 from tinsmith.engine.sampling.paged.pages import UNUSED, PagedCache, PagedRow
 
 
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """The keys and values of a step's B tokens, which belong into the pages."""
+
+    key: Tensor
+    """[B, Hkv, D]."""
+    value: Tensor
+    """[B, Hkv, width of values]."""
+    targets: Tensor
+    """int64 [B Hkv]: where each is written, as an index into all token slots of a layer."""
+
+
 class AttendPages(Protocol):
     """Attention of B queries over rows of pages. A row's result depends on nothing but the row."""
 
     def __call__(
-        self, query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, rule: AttentionRule
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        tables: Tensor,
+        lengths: Tensor,
+        rule: AttentionRule,
+        new: NewTokens | None = None,
     ) -> Tensor:
         """query [B, Hq, D], keys and values [pages, Hkv, PAGE_TOKENS, width], tables int32 [B, W] (the row's pages),
-        lengths int64 [B] (its tokens, the new one included) -> [B, Hq, width of values]."""
+        lengths int64 [B] (its tokens, the new one included) -> [B, Hq, width of values]. Writes `new` first."""
         ...
 
 
@@ -42,7 +61,7 @@ class PagedAttention:
     lengths: Tensor
     """int64 [B]: tokens of the row after the step."""
     targets: Tensor
-    """int64 [B Hkv]: where the new token is written, as an index into all token slots of a layer."""
+    """Those of `NewTokens`."""
     rows: Sequence[PagedRow] = ()
     """Those that `advance` counts a token of."""
     cached_queries: int = 1
@@ -78,9 +97,8 @@ class PagedAttention:
         assert latents is None
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        for pages, new in ((keys, key), (values, value)):
-            pages.view(-1, pages.shape[-1]).index_copy_(0, self.targets, new.flatten(0, 1))
-        return self.attend_pages(query, keys, values, self.tables, self.lengths, rule)[None]
+        new = NewTokens(key, value, self.targets)
+        return self.attend_pages(query, keys, values, self.tables, self.lengths, rule, new)[None]
 
 
 def table_of(rows: Sequence[PagedRow], count: int, width: int) -> np.ndarray:
@@ -92,9 +110,18 @@ def table_of(rows: Sequence[PagedRow], count: int, width: int) -> np.ndarray:
 
 
 def attend_gathered(
-    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, rule: AttentionRule
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    rule: AttentionRule,
+    new: NewTokens | None = None,
 ) -> Tensor:
     """`AttendPages` by PyTorch's operators, in float32: each row's pages are gathered."""
+    if new is not None:
+        for pages, content in ((keys, new.key), (values, new.value)):
+            pages.view(-1, pages.shape[-1]).index_copy_(0, new.targets, content.flatten(0, 1))
     index = tables.flatten()
     keys, values = (
         pages.index_select(0, index).unflatten(0, tables.shape).transpose(1, 2).flatten(2, 3).float()

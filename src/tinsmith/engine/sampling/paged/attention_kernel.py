@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tinsmith.engine.model.attention_rule import AttentionRule
 from tinsmith.engine.sampling.capacity import PAGE_TOKENS
+from tinsmith.engine.sampling.paged.attention import NewTokens
 
 SPLIT = 512
 """Tokens of a part: eight pages."""
@@ -22,9 +23,17 @@ WIDE = 256
 
 
 def attend_in_place(
-    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, rule: AttentionRule
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    rule: AttentionRule,
+    new: NewTokens | None = None,
 ) -> Tensor:
     """See `attention.AttendPages`."""
+    if new is not None:
+        _store(keys, values, new)
     rows, query_heads, width = query.shape
     heads, value_width = keys.shape[1], values.shape[3]
     splits = -(-tables.shape[1] * PAGE_TOKENS // SPLIT)
@@ -55,6 +64,33 @@ def attend_in_place(
         **sizes,
     )
     return output
+
+
+def _store(keys: Tensor, values: Tensor, new: NewTokens) -> None:
+    rows, heads, width = new.key.shape
+    value_width = new.value.shape[2]
+    key, value = (part if part.stride(2) == 1 else part.contiguous() for part in (new.key, new.value))
+    store_tokens[(rows, heads)](  # pyright: ignore[reportIndexIssue]
+        *(key, value, keys, values, new.targets, *key.stride()[:2], *value.stride()[:2]),
+        HEADS=heads,
+        WIDTH=width,
+        VALUE_WIDTH=value_width,
+        BLOCK=triton.next_power_of_2(max(width, value_width)),
+    )
+
+
+@triton.jit
+def store_tokens(
+    key, value, keys, values, targets, KEY_ROW, KEY_HEAD, VALUE_ROW, VALUE_HEAD,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy a row's new key and value of one head into its page."""
+    row, head, column = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
+    target = tl.load(targets + row * HEADS + head)
+    new = tl.load(key + row * KEY_ROW + head * KEY_HEAD + column, mask=column < WIDTH)
+    tl.store(keys + target * WIDTH + column, new, mask=column < WIDTH)
+    new = tl.load(value + row * VALUE_ROW + head * VALUE_HEAD + column, mask=column < VALUE_WIDTH)
+    tl.store(values + target * VALUE_WIDTH + column, new, mask=column < VALUE_WIDTH)
 
 
 @triton.jit

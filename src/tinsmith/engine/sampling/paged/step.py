@@ -8,6 +8,7 @@ pages that is a power of two; nothing else of the batch is in the operators.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -228,16 +229,23 @@ def _upload(target: Tensor, values: np.ndarray) -> None:
 
 
 def cuda_capture() -> Capture:
-    """Captures CUDA graphs, which share the memory of what is between their operators."""
-    pool = torch.cuda.graph_pool_handle()
+    """Captures CUDA graphs, which share the memory of what is between their operators.
+
+    PyTorch gives up a pool with the last of its graphs, so graphs after that get a new one.
+    """
+    pool, graphs = torch.cuda.graph_pool_handle(), weakref.WeakSet[torch.cuda.CUDAGraph]()
 
     def capture(run: Callable[[], None]) -> Graph:
+        nonlocal pool
+        if not graphs:
+            pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.empty_cache()  # as the capture does: what is reserved then is the graph's
         before = torch.cuda.memory_reserved()
         # Another thread may copy a version to the host at the same time.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             run()
+        graphs.add(graph)
         return Graph(graph.replay, torch.cuda.memory_reserved() - before)
 
     return capture
