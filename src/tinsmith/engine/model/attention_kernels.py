@@ -49,6 +49,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule:
     if query.device.type == "cpu":
         width = value.shape[3]
         return flash_attention(*equal_widths(query, key, value), mask, rule)[0][..., :width]
+    if query.shape[2] == 1 and mask is not None:  # PyTorch has no kernel for groups with a mask: a group as its queries
+        grouped = query.reshape(len(query), key.shape[1], -1, query.shape[3])
+        output = torch.nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=rule.scale)
+        return output.reshape(*query.shape[:3], value.shape[3])
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=rule.scale, enable_gqa=True
     )
