@@ -110,3 +110,12 @@ def _run(
 
 def test_experts_outside_the_interface_are_left_alone() -> None:
     assert not is_expert_stack(torch.nn.Linear(2, 2))
+
+
+def test_experts_of_older_transformers_say_nothing_of_norms() -> None:
+    module = stack_of("qwen3_moe", 2).module
+    assert is_expert_stack(module)
+    module.has_post_expert_norm = True
+    assert not is_expert_stack(module)
+    del module.has_post_expert_norm
+    assert is_expert_stack(module)
