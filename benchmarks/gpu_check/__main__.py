@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -35,6 +36,7 @@ def main() -> None:
         here = [sys.executable, "-m", "benchmarks.gpu_check", "--measure", str(step.number), "--outcome", str(outcome)]
         return [*here, *(["--tiny"] if size.tiny else [])]
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the step in progress ends too
     outcomes = runner.run_all(steps, command, arguments.into, time.monotonic() + arguments.deadline)
     print("\n".join(["", *(runner.summary(outcome) for outcome in outcomes)]))
     if not size.tiny:

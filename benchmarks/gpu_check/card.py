@@ -16,13 +16,13 @@ from benchmarks.comparison import timed
 from benchmarks.gpu_check.device import datasheet_tflops, product_tflops, seconds, settle
 from benchmarks.gpu_check.shapes import Size
 from benchmarks.gpu_check.step import Values
-from tinsmith.engine.model import flex_attention
+from tinsmith.engine.model import attention_kernels, flex_attention
 from tinsmith.engine.model.attention_rule import AttentionRule
 from tinsmith.engine.model.packing import PackedRow, pack
 
 PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "numpy", "vllm", "flash-attn", "bitsandbytes")
-GROUPS = (1, 2, 3, 4, 8)
-"""Query heads for each key head."""
+HEADS = ((1, 128), (2, 128), (3, 128), (4, 128), (8, 128), (2, 64))
+"""Query heads for each key head, and the width of a head; tests/gpu tries more groups."""
 LENGTHS = (1, 36, 100, 128, 137, 385, 8192)
 DECODE_SHAPES = tuple(product((1, 4, 16, 64, 256), (256, 512, 1024, 2048)))
 """Sequences and keys of each."""
@@ -63,8 +63,8 @@ def packed_attention(size: Size) -> Values:
     dtype = torch.float32 if size.tiny else torch.bfloat16
     supported = flex_attention.is_supported(torch.device(size.device))
     errors, failures, slowest, variants = [], [], 0.0, 0
-    groups, lengths, widths = ((1, 4), (1, 137), (16,)) if size.tiny else (GROUPS, LENGTHS, (64, 128))
-    for group, width in product(groups, widths):
+    heads, lengths = (((1, 16), (4, 16)), (1, 137)) if size.tiny else (HEADS, LENGTHS)
+    for group, width in heads:
         torch._dynamo.reset()  # an engine has the variants of one model, whose number is limited
         compiled = _graphs()
         for length, window, with_grad in product(lengths, (None, 32), (False, True)):
@@ -167,11 +167,12 @@ def _sdpa(size: Size, name: str, rows_or_queries: int, keys: int) -> tuple[float
     batch, queries = (rows_or_queries, 1) if name == "decode" else (1, rows_or_queries)
     query = torch.randn(batch, 32, queries, 128, device=size.device, dtype=torch.bfloat16)
     key, value = (torch.randn(batch, 8, keys, 128, device=size.device, dtype=torch.bfloat16) for _ in range(2))
-    mask = torch.ones(batch, 1, queries, keys, device=size.device, dtype=torch.bool)
+    mask = torch.zeros(batch, 1, queries, keys, device=size.device, dtype=torch.bfloat16)
+    rule = AttentionRule(128**-0.5)
     settle(size)
 
     def call() -> None:
-        torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+        attention_kernels.attend(query, key, value, mask, rule)
         settle(size)
 
     return timed(call) * 1000, timed(call) * 1000

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from benchmarks.comparison import timed
@@ -25,6 +27,7 @@ from benchmarks.workloads import Batch, grpo, questions, rows_of
 from tinsmith.engine.base import SampleResult
 
 RANK = 32
+DTYPES = (torch.bfloat16, torch.float32)
 
 
 def load(size: Size) -> Values:
@@ -66,10 +69,12 @@ def dense(size: Size) -> Values:
         agreement = _agreement(size, narrow)
         narrow.close()
         repeated = [_deterministic(size, state, work) for _ in range(2)]
+    error, usual = _distance(actual[1], wide[1]), _distance(*(_peft_gradients(size, work, dtype) for dtype in DTYPES))
     return {
         "float32_logprob_error": apart,
         "bfloat16_logprob_error": float(np.abs(actual[0] - wide[0]).mean()),
-        "bfloat16_gradient_error": float(np.linalg.norm(actual[1] - wide[1]) / np.linalg.norm(wide[1])),
+        "bfloat16_gradient_error": error,
+        "bfloat16_gradient_error_by_peft": error / usual,
         **agreement,
         "deterministic_equal": repeated[0] == repeated[1],
     }
@@ -149,6 +154,23 @@ def _scores(ours: EngineDriver, work: Batch) -> tuple[np.ndarray, np.ndarray]:
     gradients = ours.engine.trainer.gradients("check")
     flat = [part.reshape(-1) for name in sorted(gradients) for part in gradients[name]]
     return np.concatenate(result.logprobs), np.concatenate(flat)
+
+
+def _peft_gradients(size: Size, work: Batch, dtype: torch.dtype) -> np.ndarray:
+    """Gradients of the policy-gradient loss by PEFT with eager attention, all adapters drawn from a seed."""
+    config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules="all-linear", init_lora_weights=False)
+    torch.manual_seed(1)
+    model = get_peft_model(size.model("Qwen3-4B", dtype, FEW_LAYERS), config, autocast_adapter_dtype=False)
+    for row, prompt in zip(work.rows, work.prompts, strict=True):
+        ids = torch.as_tensor(row, device=size.device, dtype=torch.int64)[None]
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0].float()
+        cross_entropy(logits, ids[0, 1:], reduction="none")[prompt - 1 :].sum().backward()
+    gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+    return torch.cat(gradients).float().cpu().numpy()
+
+
+def _distance(actual: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from benchmarks.workloads import Batch, questions, rows_of
 from tinsmith.engine.base import SampleRequest
 
 RANK, TENANT_RANK = 32, 8
-MEAN_REPLY, LONGEST_REPLY = 300, 1024
+MEAN_REPLY, LONGEST_REPLY = 200, 512
 COPY_BYTES_PER_S = 2.6e12
 """Of an H100, for the floor of a decoding step: every weight and every key and value is read once."""
 
@@ -39,10 +39,16 @@ def one_adapter(size: Size) -> Values:
         rate = decode_rate(size, ours, ["version-0"], count)
         values[f"tokens_per_s_{count}"] = rate.tokens_per_s
         values[f"ms_per_step_{count}"] = rate.ms_per_step
-    short = profile(size, lambda: _decode(ours, ["version-0"], size.of(64, 4), [8] * size.of(64, 4)))
-    long = profile(size, lambda: _decode(ours, ["version-0"], size.of(64, 4), [24] * size.of(64, 4)))
+        values[f"steady_ms_per_step_{count}"] = _steady_ms(size, ours, count)
+    few, many = ([length] * size.of(64, 4) for length in (8, 24))
+    for lengths in (few, many):  # all graphs are there, so that none is captured in what is counted
+        _decode(ours, ["version-0"], len(lengths), lengths)
+    short, long = (
+        profile(size, lambda each=each: _decode(ours, ["version-0"], len(each), each)) for each in (few, many)
+    )
     values["launches_per_step"] = (long.launches - short.launches) / 16
     values["waits_per_step"] = (long.waits - short.waits) / 16
+    values["kernels_of_24_steps"] = long.kernels
     ours.close()
     return values
 
@@ -73,10 +79,10 @@ def many_adapters(size: Size) -> Values:
 
 
 def prefixes(size: Size) -> Values:
-    """The second turn of 64 conversations, a group on a long prompt, and a tree of rows that branch at every turn."""
-    ours = size.engine("Qwen3-4B", cache_tokens=size.of(524_288, 16_384))
+    """The second turn of 48 conversations, a group on a long prompt, and a tree of rows that branch at every turn."""
+    ours = size.engine("Qwen3-4B", cache_tokens=size.of(262_144, 16_384))
     _with_versions(ours, 1)
-    conversations, length = size.of(64, 4), size.of(4096, 128)
+    conversations, length = size.of(48, 4), size.of(4096, 128)
     history = questions(conversations, length, seed=1)
     first = timed(lambda: ours.sample(history, "version-0", 1, 1))
     said = questions(conversations, size.of(200, 16), seed=2)
@@ -109,6 +115,16 @@ def decode_rate(size: Size, ours: EngineDriver, versions: Sequence[str], count: 
     lengths = np.minimum(draw.geometric(1 / size.of(MEAN_REPLY, 8), count), size.of(LONGEST_REPLY, 24)).tolist()
     took = seconds(size, lambda: _decode(ours, versions, count, lengths), turns=1)
     return DecodeRate(sum(lengths) / took, took / max(lengths) * 1000)
+
+
+def _steady_ms(size: Size, ours: EngineDriver, count: int) -> float:
+    """Milliseconds of a step of `count` sequences: the difference of replies of two lengths, without prefill."""
+
+    def took(length: int) -> float:
+        return seconds(size, lambda: _decode(ours, ["version-0"], count, [length] * count), turns=1)
+
+    few, many = size.of(16, 2), size.of(80, 4)
+    return (took(many) - took(few)) / (many - few) * 1000
 
 
 def _decode(ours: EngineDriver, versions: Sequence[str], count: int, lengths: Sequence[int]) -> None:
