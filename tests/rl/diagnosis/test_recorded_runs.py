@@ -71,6 +71,8 @@ SICK: dict[str, dict[str, str]] = {
     "endless_game": {"max_turns": "66 % of the rollouts end at the largest number of turns, not by themselves. Set wo"},
     "unwinnable_game": {"no_update": "of turns (mean reward 0). Set workflow.max_turns: 4."},
     "diverging": {"demonstrations_diverge": "The negative log-likelihood of the demonstrations rose: 0.549 → "},
+    "smol_sure": {"entropy_collapse": "The entropy has collapsed (2.61 → 0.0275 nats per token)"},
+    "smol_slow": {"cut_off": "37 % of the replies are cut off at sampling.max_tokens 8; rewards read unfinished text."},
     "unlearned_pairs": {"pairs_not_learned": "after 20 steps, no more than by chance. Set optimizer.learning_rate: 0."},
 }
 

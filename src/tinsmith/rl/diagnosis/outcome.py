@@ -193,6 +193,9 @@ def _held_out(evidence: Evidence) -> Iterator[Finding]:
     results, tasks = evidence.curve(measure), evidence.curve("eval/tasks")
     if ends is None or deviation is None or len(results) < 2 or not evidence.ended or evidence.solved:
         return
+    graded = evidence.curve("eval/reward/mean")
+    if not evidence.setting("eval.rewards") and graded and graded[-1] - graded[0] > 0.2 * ends.change:
+        return  # better by the same rewards, if not yet right
     risen = ends.rose and ends.change > thresholds.RISE.value * max(deviation.first, 1e-9)
     noise = math.sqrt(max(results[-1] * (1 - results[-1]), 0.0) / max(1.0, tasks[-1] if tasks else 1.0))
     if (

@@ -121,6 +121,7 @@ def _entropy(evidence: Evidence) -> Iterator[Finding]:
             if max(evidence.curve("optim/lr"), default=0.0) <= thresholds.RATE_USUAL.value
             else lower_rate(evidence, 3),
             metric=evidence.entropy,
+            explains=("equal_replies_in_groups", "few_signals"),
         )
     elif last - min(start) > thresholds.ENTROPY_RISE.value and not evidence.improves:
         yield Finding(
@@ -250,6 +251,8 @@ def _reference(evidence: Evidence) -> Iterator[Finding]:
 
 def _gradient_spikes(evidence: Evidence) -> Iterator[Finding]:
     norms = [(int(row["step"]), value) for row in evidence.trained if (value := finite(row.get("optim/grad_norm"))) > 0]
+    least = 1e-6 * max((value for _, value in norms), default=0.0)
+    norms = [(step, value) for step, value in norms if value > least]  # a policy that is sure has none left
     if len(norms) < _NORMS:
         return
     median = statistics.median(value for _, value in norms)
