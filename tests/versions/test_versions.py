@@ -34,7 +34,12 @@ BEGIN, END = "<!-- versions: begin -->", "<!-- versions: end -->"
 def outcomes(version: str, url: str, key: str) -> dict[str, str]:
     """Outcome by step: "ok" or an error."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TINKER_"))}
-    command = [str(python_with("tinker", version, "--no-deps")), str(Path(__file__).with_name("script.py")), url, key]
+    command = [
+        str(python_with("tinker", version, "--no-deps", "--ignore-installed")),
+        str(Path(__file__).with_name("script.py")),
+        url,
+        key,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=clean)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
