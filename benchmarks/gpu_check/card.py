@@ -22,7 +22,7 @@ from tinsmith.engine.model.packing import PackedRow, pack
 
 PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "numpy", "vllm", "flash-attn", "bitsandbytes")
 HEADS = ((1, 128), (2, 128), (3, 128), (4, 128), (8, 128), (2, 64))
-"""Query heads for each key head, and the width of a head; tests/gpu tries more groups."""
+"""Query heads for each key head, and the width of a head; tests/gpu has more groups."""
 LENGTHS = (1, 36, 100, 128, 137, 385, 8192)
 DECODE_SHAPES = tuple(product((1, 4, 16, 64, 256), (256, 512, 1024, 2048)))
 """Sequences and keys of each."""

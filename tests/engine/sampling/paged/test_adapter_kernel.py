@@ -8,11 +8,12 @@ from tests.engine.triton_programs import needs_triton, run_python
 
 INTERPRETED = """
 import torch
+from tinsmith.engine.lora.adapter import LoraPair
 from tinsmith.engine.sampling.paged import adapter_kernel, adapter_slots
 adapter_slots.check(adapter_kernel.add_in_place, torch.device("cpu"), torch.float32)
 draw = torch.Generator().manual_seed(1)
 inputs, outputs = (torch.randn(40, width, generator=draw) for width in (80, 96))
-pair = adapter_slots.StackedPair(torch.randn(16, 80, generator=draw), torch.randn(20, 16, generator=draw))
+pair = LoraPair(torch.randn(16, 80, generator=draw), torch.randn(20, 16, generator=draw))
 own, scales = torch.arange(40)[:, None] % 2 == torch.arange(16) // 8, torch.rand(40, 1, generator=draw)
 def added(rows):
     actual = outputs[rows, 3:23].contiguous()

@@ -9,15 +9,13 @@ not depend on the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from tinsmith.engine.sampling.paged.adapter_slots import StackedPair
+from tinsmith.engine.lora.adapter import LoraPair
 
 PROJECTIONS = 3
 """Projections of one input that a kernel serves: q, k and v."""
@@ -32,14 +30,14 @@ WIDE = 4096
 
 
 def add_in_place(
-    inputs: Tensor, outputs: Sequence[Tensor], pairs: Sequence[StackedPair], own: Tensor, scales: Tensor
+    inputs: Tensor, outputs: Sequence[Tensor], pairs: Sequence[LoraPair], own: Tensor, scales: Tensor
 ) -> None:
     """See `adapter_slots.AddProducts`."""
     for first in range(0, len(outputs), PROJECTIONS):
         _add(inputs, outputs[first : first + PROJECTIONS], pairs[first : first + PROJECTIONS], own, scales)
 
 
-def _add(inputs: Tensor, outputs: Sequence[Tensor], pairs: Sequence[StackedPair], own: Tensor, scales: Tensor) -> None:
+def _add(inputs: Tensor, outputs: Sequence[Tensor], pairs: Sequence[LoraPair], own: Tensor, scales: Tensor) -> None:
     (rows, width), ranks, count = inputs.shape, own.shape[1], len(outputs)
     part = 256 if width <= WIDE else 512
     parts = -(-width // part)
@@ -137,12 +135,12 @@ def add_b(
     acc = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for start in range(0, COLUMNS, RANKS):
         rank = start + tl.arange(0, RANKS)
-        mine = load_own(own, row, rows, rank, COLUMNS)
-        if tl.max(tl.max(mine, 1), 0) > 0:
+        owned = load_own(own, row, rows, rank, COLUMNS)
+        if tl.max(tl.max(owned, 1), 0) > 0:
             narrow = tl.zeros([ROWS, RANKS], tl.float32)
             for part in range(0, PARTS):
                 source = ((number * PARTS + part) * rows + row[:, None]) * COLUMNS + rank[None, :]
-                narrow += tl.load(sums + source, mask=mine > 0, other=0.0)
+                narrow += tl.load(sums + source, mask=owned > 0, other=0.0)
             narrow = (narrow * scale[:, None]).to(b.dtype.element_ty)
             matrix = tl.load(
                 b + column[None, :] * COLUMNS + rank[:, None],

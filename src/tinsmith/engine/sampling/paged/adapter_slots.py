@@ -32,34 +32,19 @@ def most_bytes(device: torch.device) -> int:
     return slot_bytes(torch.cuda.get_device_properties(device).total_memory)
 
 
-@dataclass(frozen=True, slots=True)
-class StackedPair:
-    """The matrices of all slots at one site."""
-
-    a: Tensor
-    """[slots * rank, in]."""
-    b: Tensor
-    """[out, slots * rank]."""
-
-    def at(self, slot: int, rank: int) -> LoraPair:
-        """The part of a slot."""
-        columns = slice(slot * rank, (slot + 1) * rank)
-        return LoraPair(self.a[columns], self.b[:, columns])
-
-
 class AddProducts(Protocol):
     """Adds s B A x of each row's own slot to the outputs of projections that have one input."""
 
     def __call__(
-        self, inputs: Tensor, outputs: Sequence[Tensor], pairs: Sequence[StackedPair], own: Tensor, scales: Tensor
+        self, inputs: Tensor, outputs: Sequence[Tensor], pairs: Sequence[LoraPair], own: Tensor, scales: Tensor
     ) -> None:
-        """inputs [B, in], outputs [B, out] with adjacent columns, and a pair of stacks for each; own bool
-        [B, slots * rank], scales float32 [B, 1]."""
+        """inputs [B, in], outputs [B, out] with adjacent columns, and for each the matrices of all slots: a
+        [slots * rank, in], b [out, slots * rank]. own is bool [B, slots * rank], scales are float32 [B, 1]."""
         ...
 
 
 def add_by_operators(
-    inputs: Tensor, outputs: Sequence[Tensor], pairs: Sequence[StackedPair], own: Tensor, scales: Tensor
+    inputs: Tensor, outputs: Sequence[Tensor], pairs: Sequence[LoraPair], own: Tensor, scales: Tensor
 ) -> None:
     """`AddProducts` by PyTorch's operators."""
     for output, pair in zip(outputs, pairs, strict=True):
@@ -88,7 +73,7 @@ def check(candidate: AddProducts, device: torch.device, dtype: torch.dtype) -> N
         return (torch.randn(*shape, generator=draw) / shape[-1] ** 0.5).to(device, dtype)
 
     inputs, widths, slots, rank = drawn(70, 600), (70, 64, 8, 24), 3, 12
-    pairs = [StackedPair(drawn(slots * rank, 600), drawn(width, slots * rank)) for width in widths]
+    pairs = [LoraPair(drawn(slots * rank, 600), drawn(width, slots * rank)) for width in widths]
     slot = torch.arange(70, device=device) // 25 - 1  # the first rows have no adapter, one slot has no row
     own = slot[:, None] == torch.arange(slots * rank, device=device) // rank
     scales = torch.rand(70, 1, generator=draw).to(device)
@@ -111,7 +96,7 @@ def _own_columns(narrow: Tensor, own: Tensor, scales: Tensor) -> Tensor:
 class SlotRows:
     """The slots as a step's projections read them; an entry of `ActiveAdapters.groups`."""
 
-    stacks: dict[str, StackedPair]
+    stacks: dict[str, LoraPair]
     own: Tensor
     """bool [B, slots * rank]: the columns of each row's slot."""
     scales: Tensor
@@ -163,7 +148,7 @@ class AdapterSlots:
         """Grows when the tensors get other addresses."""
         self._members: list[weakref.ref[AdapterWeights] | None] = []
         self._rank = 0
-        self._stacks: dict[str, StackedPair] = {}
+        self._stacks: dict[str, LoraPair] = {}
         self._scales = torch.zeros(0, device=device)
         self._suitable: weakref.WeakKeyDictionary[AdapterWeights, bool] = weakref.WeakKeyDictionary()
 
@@ -232,11 +217,12 @@ class AdapterSlots:
                 torch.zeros(*shape, dtype=dtype, device=self._device)
                 for shape in ((columns, inputs), (outputs, columns))
             )
-            self._stacks[name] = StackedPair(a, b)
+            self._stacks[name] = LoraPair(a, b)
         return True
 
     def _write(self, adapter: AdapterWeights, slot: int) -> None:
-        places = {name: stack.at(slot, self._rank) for name, stack in self._stacks.items()}
+        columns = slice(slot * self._rank, (slot + 1) * self._rank)
+        places = {name: LoraPair(stack.a[columns], stack.b[:, columns]) for name, stack in self._stacks.items()}
         rank = _rank(adapter)
         unused = [part for name in places.keys() - adapter.pairs.keys() for part in (places[name].a, places[name].b)]
         if rank < self._rank:
