@@ -13,7 +13,7 @@ from benchmarks.engine_driver import EngineDriver
 from benchmarks.gpu_check.device import profile, seconds
 from benchmarks.gpu_check.shapes import Size
 from benchmarks.gpu_check.step import Values
-from benchmarks.workloads import Batch, questions, rows_of
+from benchmarks.workloads import Batch, questions, rows_of, tree
 from tinsmith.engine.base import SampleRequest
 
 RANK, TENANT_RANK = 32, 8
@@ -93,9 +93,9 @@ def prefixes(size: Size) -> Values:
     group = questions(1, length, seed=3)
     together = timed(lambda: ours.sample(group, "version-0", 16, size.of(64, 4)))
     ours.create("check", RANK)
-    tree = tree_batch(size)
-    trained = seconds(size, lambda: ours.run(tree.as_pass("check")))
-    separate = [Batch(name="", rows=[row], prompts=[tree.prompts[0]]).as_pass("check") for row in tree.rows]
+    batch = tree(leaves=size.of(20, 4), depth=size.of(10, 3), turns=(3, 3) if size.tiny else (24, 26))
+    trained = seconds(size, lambda: ours.run(batch.as_pass("check")))
+    separate = [Batch(name="", rows=[row], prompts=[batch.prompts[0]]).as_pass("check") for row in batch.rows]
     apart = seconds(size, lambda: [ours.run(each) for each in separate], turns=1)
     ours.close()
     return {
@@ -104,7 +104,7 @@ def prefixes(size: Size) -> Values:
         "third_turn_s": third,
         "new_tokens_share": (second / first) / (size.of(200, 16) / (length + size.of(200, 16))),
         "group_of_16_s": together,
-        "tree_tokens_per_s": tree.tokens / trained,
+        "tree_tokens_per_s": batch.tokens / trained,
         "tree_ratio_to_separate_rows": apart / trained,
     }
 
@@ -141,18 +141,6 @@ def _decode(ours: EngineDriver, versions: Sequence[str], count: int, lengths: Se
         await asyncio.gather(*(ours.engine.sample(request) for request in requests))
 
     ours.wait(all_of_them())
-
-
-def tree_batch(size: Size) -> Batch:
-    """20 rows of ten turns that fork from earlier rows at any turn: 24 tokens said and 26 answered a turn."""
-    draw = np.random.default_rng(0)
-    turns, leaves, turn = size.of(10, 3), size.of(20, 4), size.of(50, 6)
-    rows = [draw.integers(3, 500, turns * turn)]
-    while len(rows) < leaves:
-        branch = int(draw.integers(0, turns)) * turn
-        parent = rows[int(draw.integers(0, len(rows)))]
-        rows.append(np.concatenate([parent[:branch], draw.integers(3, 500, turns * turn - branch)]))
-    return Batch(name="tree", rows=rows, prompts=[turn // 2] * leaves)
 
 
 def _with_versions(ours: EngineDriver, count: int) -> None:
