@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -58,8 +59,8 @@ def test_metric_that_is_not_finite_is_null_in_the_results(tmp_path, monkeypatch)
     evaluate = Evaluator.run
 
     async def with_nan(self, *args):
-        groups, values = await evaluate(self, *args)
-        return groups, {**values, "eval/calibration": math.nan}
+        evaluation = await evaluate(self, *args)
+        return replace(evaluation, values={**evaluation.values, "eval/calibration": math.nan})
 
     monkeypatch.setattr(Evaluator, "run", with_nan)
     results, shown = compared(settings(tmp_path, mode="bench"), tmp_path)

@@ -74,7 +74,11 @@ app.command("tinsmith.cli.machine:models", name="models", help="List served and 
 app.command("tinsmith.cli.check:check", name="check", help="Check a run file and its data without starting anything.")
 app.command("tinsmith.cli.sweep:sweep", name="sweep", help="Train a run file with several values of some settings.")
 app.command("tinsmith.cli.chat.command:chat", name="chat", help="Talk to a model, a run or a checkpoint.")
-app.command("tinsmith.cli.eval:evaluate", name="eval", help="Evaluate a model, a run or a checkpoint on benchmarks.")
+app.command(
+    "tinsmith.cli.eval.command:evaluate",
+    name="eval",
+    help="Evaluate a model, a run or a checkpoint on benchmarks or tasks.",
+)
 app.command("tinsmith.cli.run_file:config", name="config", help="Show a run file with all settings, or convert one.")
 app.command("tinsmith.cli.data:app", name="data", help="Prepare datasets as JSONL files for run files.")
 app.command("tinsmith.cli.show:show", name="show", help="Show a run, its rollouts, or one of them whole.")

@@ -76,15 +76,18 @@ def check(
 
 
 def _check_packages(run: RunConfig) -> None:
-    """Note that a run without a server needs PyTorch. Raises ConfigError for a loss that needs it, if it is missing,
-    and for a checkpoint of another server."""
+    """Note that a run without a server needs PyTorch. Raises ConfigError for a loss that needs it and for benchmarks
+    that need a package, if it is missing, and for a checkpoint of another server."""
     from tinsmith.rl.algorithms.algorithm import check_packages
+    from tinsmith.rl.evaluation.libraries import check_package
     from tinsmith.runner import check_checkpoints, starts_service
 
     check_checkpoints(run)
     for stage in run.runs:
         if stage.mode not in ("explore", "bench"):
             check_packages(stage.algorithm, stage.updates)
+        for benchmark in stage.eval.benchmarks:
+            check_package(benchmark.name)
     if starts_service(run) and run.service.engine == "torch" and not has_torch():
         sys.stderr.write(
             "note: the run starts a service of its own, whose engine needs PyTorch: pip install 'tinsmith[serve]', "

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -73,32 +73,26 @@ async def bench(
     settings = config.model_dump(mode="json")
     with closing(RunFolder.open(folder_path(config), settings, resume=config.resume is True, part=BENCH)) as folder:
         layout = folder.layout.part(BENCH)
-        data, resources = RunData(config), RolloutResources()
-        runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
-        await check_images(data, models := await connect())
-        jsonl = JsonlMonitor(_info(config, layout.path, len(names), models.chat))
-        models.on_outage(runner.requests.suspend)
-        stop.begin("the comparison stops after this model")
-        try:
-            await open_environments(config, None, resources)
-            evaluator = _evaluator(config, data, resources, runner)
-            for number, name in enumerate(names, 1):
-                with console.status(f"{number} of {len(names)}: {name}"):
-                    model = await models.open_model(name)
-                    groups, values = await stop.finish(partial(evaluator.run, 0, model))
-                jsonl.rollouts(number, "eval", groups)
-                rows.append({"checkpoint": name, **values})
-                _write(layout.results, rows)
-                results.append((name, comparison.results_of(groups, config.eval.threshold)))
-                if number > 1:
-                    compared += comparison.compare_results(results[0], results[-1], evaluator.sources, config.seed)
-                    comparison.write(layout.path, compared)
-        except StopRequested:
-            stop.stopped_at = f"{len(rows)} of {len(names)} models"
-        finally:
-            jsonl.close()
-            await resources.close()
-            await models.close()
+        models = await connect()
+        async with open_evaluator(config, models) as evaluator:
+            jsonl = JsonlMonitor(_info(config, layout.path, len(names), models.chat))
+            stop.begin("the comparison stops after this model")
+            try:
+                for number, name in enumerate(names, 1):
+                    with console.status(f"{number} of {len(names)}: {name}"):
+                        model = await models.open_model(name)
+                        evaluation = await stop.finish(partial(evaluator.run, 0, model))
+                    jsonl.rollouts(number, "eval", evaluation.groups)
+                    rows.append({"checkpoint": name, **evaluation.values})
+                    _write(layout.results, rows)
+                    results.append((name, comparison.results_of(evaluation.groups, config.eval.threshold)))
+                    if number > 1:
+                        compared += comparison.compare_results(results[0], results[-1], evaluator.sources, config.seed)
+                        comparison.write(layout.path, compared)
+            except StopRequested:
+                stop.stopped_at = f"{len(rows)} of {len(names)} models"
+            finally:
+                jsonl.close()
     if rows:
         _print(console, rows, compared)
     return rows
@@ -124,15 +118,26 @@ def checkpoint_names(config: RunConfig, path: Path) -> list[str]:
     return names
 
 
-def _evaluator(config: RunConfig, data: RunData, resources: RolloutResources, runner: RolloutRunner) -> Evaluator:
-    return Evaluator(
-        config.eval,
-        data.tasks[1],
-        eval_workflow_maker(config, resources),
-        config.seed,
-        runner,
-        context=eval_context(config, resources),
-    )
+@asynccontextmanager
+async def open_evaluator(config: RunConfig, models: Models) -> AsyncIterator[Evaluator]:
+    """What evaluates models of a server on the held-out tasks of a configuration; `models` is closed at the end."""
+    data, resources = RunData(config), RolloutResources()
+    runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
+    await check_images(data, models)
+    models.on_outage(runner.requests.suspend)
+    try:
+        await open_environments(config, None, resources)
+        yield Evaluator(
+            config.eval,
+            data.tasks[1],
+            eval_workflow_maker(config, resources),
+            config.seed,
+            runner,
+            context=eval_context(config, resources),
+        )
+    finally:
+        await resources.close()
+        await models.close()
 
 
 def _write(file: Path, rows: Sequence[Mapping[str, float | str]]) -> None:

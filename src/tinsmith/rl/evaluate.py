@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from tinsmith.rl.data.tasks import HeldOutTasks
+from tinsmith.rl.evaluation.benchmarks import Benchmark, metrics_of, run_on_policy
+from tinsmith.rl.evaluation.libraries import check_package
+from tinsmith.rl.evaluation.scores import Scores
 from tinsmith.rl.evaluation_functions import CustomEvaluation, function_metrics
 from tinsmith.rl.policy.sampling import SamplingConfig, Snapshot, request_seed
 from tinsmith.rl.record.metrics import equal_replies, is_right, pass_at, reward_metrics, role_metrics, workflow_metrics
@@ -75,6 +78,9 @@ class EvalConfig(Settings):
     """Settings of single sources, by their names in tasks.eval; they override the keys above."""
     functions: tuple[CustomEvaluation, ...] = ()
     """Functions of your own from the policy to metrics, called at every evaluation (docs/code/extend.md)."""
+    benchmarks: tuple[Benchmark, ...] = ()
+    """Benchmarks to run at every evaluation, by name: [gsm8k, {name: ifeval, chat: true, limit: 100}]. Their metrics
+    are eval/benchmark/TASK/METRIC."""
     compare: bool = True
     """Compare the evaluations before the first step and after the last one, task by task: comparison.tsv and the report
     have the differences with confidence intervals and p-values. Nothing more is sampled. Needs `before` and `after`."""
@@ -127,6 +133,21 @@ class BenchConfig(Settings):
         return self
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What an evaluation found.
+
+    Example: Evaluation(groups=groups, values={"eval/reward/mean": 0.4})
+    """
+
+    groups: tuple[Group, ...]
+    """A group for each held-out task."""
+    values: dict[str, float]
+    """Metrics of all tasks, of each source, of functions and of benchmarks."""
+    scores: Scores = field(default_factory=dict)
+    """Scores of the benchmarks, by problem."""
+
+
 @dataclass(frozen=True, slots=True)
 class _EvalPart:
     """A source of held-out tasks, and how it is evaluated."""
@@ -152,8 +173,12 @@ class Evaluator:
         context: WorkflowContext | None = None,
     ) -> None:
         """`make_workflow` makes the workflow of a source from its name and settings. `rewards` score the baseline.
-        `context` is that of the functions of `config`; without one, they are not called."""
+        `context` is that of the functions and benchmarks of `config`; without one, they are left out. Raises
+        ConfigError for a benchmark whose package is not installed."""
         self._functions, self._context = config.functions if context else (), context
+        self._benchmarks = config.benchmarks if context else ()
+        for benchmark in self._benchmarks:
+            check_package(benchmark.name)
         self._config, self._seed, self._runner, self._rewards = config, seed, runner, rewards
         self._parts: list[_EvalPart] = []
         for name, tasks in held_out.items():
@@ -163,16 +188,16 @@ class Evaluator:
                 self._parts.append(_EvalPart(name, tuple(selected), workflow, settings.num_samples))
 
     def due(self, step: int, steps: int) -> bool:
-        """Whether to evaluate after `step`: it is due, and there are held-out tasks or functions."""
-        return bool(self._parts or self._functions) and self._config.due(step, steps)
+        """Whether to evaluate after `step`: it is due, and there are held-out tasks, functions or benchmarks."""
+        return bool(self._parts or self._functions or self._benchmarks) and self._config.due(step, steps)
 
     @property
     def sources(self) -> list[str]:
         """The name of the source of each task that is evaluated, in the order of `run`."""
         return [part.name for part in self._parts for _ in part.tasks]
 
-    async def run(self, step: int, policy: Snapshot) -> tuple[tuple[Group, ...], dict[str, float]]:
-        """Evaluate the policy. Returns a group for each held-out task, and metrics of all tasks and each source."""
+    async def run(self, step: int, policy: Snapshot) -> Evaluation:
+        """Evaluate the policy."""
         results = await asyncio.gather(*(self._run_part(number, step, policy) for number in range(len(self._parts))))
         groups = tuple(group for part_groups in results for group in part_groups)
         values = self._metrics(groups, "eval") if groups else {}
@@ -180,9 +205,11 @@ class Evaluator:
             if part.name:
                 values |= self._metrics(part_groups, f"eval/{part.name}")
         limited = self._runner.requests.around(policy)
+        scores: Scores = {}
         if self._context is not None:
             values |= await function_metrics(self._functions, step, limited, self._context, self._seed)
-        return groups, values
+            scores = await run_on_policy(self._benchmarks, limited, self._context.agent_endpoint, self._seed)
+        return Evaluation(groups=groups, values={**values, **metrics_of(scores)}, scores=scores)
 
     async def _run_part(self, number: int, step: int, policy: Snapshot) -> tuple[Group, ...]:
         part, first = self._parts[number], sum(len(earlier.tasks) for earlier in self._parts[:number])

@@ -91,6 +91,10 @@ class CharacterCodec(ChatCodec):
         return [ord(character) for character in text]
 
     @override
+    def save_tokenizer(self, folder: Path) -> None:
+        folder.mkdir()  # code points need no files
+
+    @override
     def text(self, tokens: Sequence[int], stop: Sequence[str | int] | None, keep: Sequence[str] = ()) -> str:
         return "".join(chr(token) for token in tokens if token != END)
 

@@ -14,7 +14,7 @@ import pytest
 from tests.rl.history.test_checkpoints import write_run
 from tests.rl.history.test_transcript import record
 from tinsmith.cli.chat.of_run import has_own_template, reply_settings, system_prompt, unused_settings
-from tinsmith.cli.service.weights import SamplingServer, ServedWeights, open_weights
+from tinsmith.cli.service.weights import CheckpointChoice, SamplingServer, ServedWeights, open_weights
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.record.layout import Layout
@@ -38,10 +38,10 @@ def no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return places
 
 
-def opened(target: str | Path, *overrides: str, url: str | None = None, key: str | None = None, checkpoint: str = ""):
-    console, server = new_console(quiet=True), SamplingServer(url=url, key=key)
+def opened(target: str | Path, *overrides: str, url: str | None = None, key: str | None = None, **choices: str):
+    console, server, choice = new_console(quiet=True), SamplingServer(url=url, key=key), CheckpointChoice(**choices)
     with ExitStack() as stack:
-        return open_weights(stack, str(target), overrides, Path("new"), console, server=server, checkpoint=checkpoint)
+        return open_weights(stack, str(target), overrides, Path("new"), console, server=server, choice=choice)
 
 
 def of(run: Any) -> ServedWeights:
@@ -81,6 +81,9 @@ def test_stage_and_sweep_share_the_service_of_their_folder(tmp_path: Path, no_se
     (Layout(tmp_path / "staged").service / "checkpoints").mkdir(parents=True)
     assert opened(tmp_path / "staged").name == "tinker://r/weights/6"
     assert no_server == [f"{tmp_path / 'staged'} hub/toy torch"]
+    assert opened(tmp_path / "staged", stage="sft", checkpoint="2").name == "tinker://r/weights/2"
+    with pytest.raises(ConfigError, match=r"has no stage rl\. Its stages: sft"):
+        opened(tmp_path / "staged", stage="rl")
 
 
 def test_run_in_progress_keeps_its_service(tmp_path: Path) -> None:

@@ -342,3 +342,33 @@ def test_service_that_cannot_start_fails_each_of_its_users():
         await endpoint.close()
 
     asyncio.run(main())
+
+
+def test_completions_continue_and_score_tokens_and_text():
+    async def use(client, session):
+        plain = await client.completions.create(model="any", prompt=["ab", "c"], n=2, max_tokens=9)
+        prompt = [[97, 98]]
+        scored = await client.completions.create(model="any", prompt=prompt, max_tokens=0, logprobs=0, echo=True)
+        return plain, scored
+
+    (plain, scored), session = served(use, "five")
+    assert [(choice.index, choice.text, choice.finish_reason) for choice in plain.choices] == [
+        (at, "five", "stop") for at in range(4)
+    ]
+    assert plain.usage.prompt_tokens == 3
+    (choice,) = scored.choices
+    assert (choice.text, choice.logprobs.tokens, choice.logprobs.text_offset) == ("ab", ["a", "b"], [0, 1])
+    assert choice.logprobs.token_logprobs == [None, 0.0]
+    assert session.turns == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [({"logprobs": 3}, "only with echo"), ({"suffix": "x"}, "suffix"), ({"stream": True}, "stream")],
+)
+def test_completions_refuse_by_name_what_they_do_not_do(change, error):
+    async def use(client, session):
+        with pytest.raises(openai.BadRequestError, match=error):
+            await client.completions.create(model="any", prompt="a", max_tokens=4, **change)
+
+    served(use, "five")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,9 @@ from tests.rl.scripted_run import run, scripted, settings
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.config.checkpoints import CheckpointConfig
 from tinsmith.rl.ending.stop import StopSignal
-from tinsmith.rl.evaluate import Evaluator
+from tinsmith.rl.evaluate import Evaluation, Evaluator
 from tinsmith.rl.run.best import BestSoFar
 from tinsmith.rl.stages import run_stages
-from tinsmith.rl.types import Group
 
 METRIC = "eval/reward/mean"
 REWARDS = {0: 0.9, 2: 0.1, 4: 0.7, 6: 0.7, 8: 0.2}
@@ -30,9 +30,9 @@ def rewards(monkeypatch) -> dict[int, float]:
     """The held-out reward after each step, in place of what is measured."""
     values, measure = dict(REWARDS), Evaluator.run
 
-    async def measured(self: Evaluator, step: int, policy: Any) -> tuple[tuple[Group, ...], dict[str, float]]:
-        groups, numbers = await measure(self, step, policy)
-        return groups, {**numbers, METRIC: values.get(step, 0.0)}
+    async def measured(self: Evaluator, step: int, policy: Any) -> Evaluation:
+        evaluation = await measure(self, step, policy)
+        return replace(evaluation, values={**evaluation.values, METRIC: values.get(step, 0.0)})
 
     monkeypatch.setattr(Evaluator, "run", measured)
     return values

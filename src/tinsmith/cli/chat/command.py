@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from tinsmith.cli.service.weights import SamplingServer
+from tinsmith.cli.service.weights import CheckpointChoice, SamplingServer
 from tinsmith.errors import ConfigError
 from tinsmith.terminal import new_console
 
@@ -43,7 +43,7 @@ def chat(
     system: str | None = None,
     max_tokens: int | None = None,
     temperature: float | None = None,
-    checkpoint: str = "",
+    choice: CheckpointChoice | None = None,
     server: SamplingServer | None = None,
 ) -> None:
     """Talk to a model, to the weights of a run or to a checkpoint. Ctrl-C stops a reply, Ctrl-D ends; /help in the chat
@@ -60,8 +60,6 @@ def chat(
         Largest number of tokens in a reply. Default: that of the run, else as many as the context holds.
     temperature
         Sampling temperature; 0 is greedy. Default: that of the run, else 1.
-    checkpoint
-        Which one of a run: best, last, or a step's number. Default: the best if checkpoint.keep is best, else the last.
     """
     from tinsmith.cli.chat import of_run
     from tinsmith.cli.chat.replies import server_client
@@ -81,7 +79,7 @@ def chat(
     console = new_console(stderr=not in_terminal, soft_wrap=True, highlight=False)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
-        weights = open_weights(stack, target[0], overrides, folder, console, server=server, checkpoint=checkpoint)
+        weights = open_weights(stack, target[0], overrides, folder, console, server=server, choice=choice)
         client = stack.enter_context(server_client(weights.url, weights.key))
         session = _session(weights, client, console, in_terminal=in_terminal)
         session.replies.check()

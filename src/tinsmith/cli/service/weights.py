@@ -32,8 +32,45 @@ class SamplingServer:
     """API key of that server. Default: TINKER_API_KEY, else the one in ~/.tinsmith."""
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointChoice:
+    """Which checkpoint of a run."""
+
+    stage: str = ""
+    """Stage of a run in stages. Default: the last one that has weights."""
+    checkpoint: str = ""
+    """Which one of a run: best, last, or a step's number. Default: the best if checkpoint.keep is best, else the
+    last."""
+
+
 _MODEL = ("name", "base_url", "api_key_env", "tokenizer", "chat_template", "chat_template_values")
 """Settings of a run's model that sampling from it needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedWeights:
+    """Weights that the command line names, and the settings to reach them with.
+
+    Example: find_weights("runs/addition", [], folder).path
+    """
+
+    target: str
+    """The word that names them."""
+    values: Mapping[str, Any]
+    """The sections model and service of a run file, with the settings of the command line, and the folder of the
+    service."""
+    config: RunConfig
+    """Settings with these values."""
+    path: str = ""
+    """tinker:// path; empty: those of the base model."""
+    saved: RunCheckpoint | None = None
+    """The checkpoint of a run, if it is one."""
+
+    @property
+    def run(self) -> RunHistory | None:
+        """The run, or the stage of one, that has the weights."""
+        return self.saved.run if self.saved else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +98,14 @@ class ServedWeights:
         return self.path or self.base
 
 
-def settings_among(words: Sequence[str], command: str) -> tuple[list[str], list[str]]:
-    """The other words, and the settings among them. Raises ConfigError for one of another part than these commands."""
+def settings_among(
+    words: Sequence[str], command: str, sections: Sequence[str] = ("model", "service")
+) -> tuple[list[str], list[str]]:
+    """The other words, and the settings among them. Raises ConfigError for one of another section than these."""
     overrides = [word for word in words if "=" in word and not word.startswith("tinker://")]
-    if unknown := [word for word in overrides if word.partition(".")[0] not in ("model", "service")]:
+    if unknown := [word for word in overrides if word.partition(".")[0] not in sections]:
         raise ConfigError(
-            f"'{unknown[0]}': tinsmith {command} takes settings of model and service only.",
+            f"'{unknown[0]}': tinsmith {command} takes settings of {' and '.join(sections)} only.",
             "Its --help lists the options.",
         )
     return [word for word in words if word not in overrides], overrides
@@ -80,29 +119,46 @@ def open_weights(
     console: Console,
     *,
     server: SamplingServer | None = None,
-    checkpoint: str = "",
+    choice: CheckpointChoice | None = None,
 ) -> ServedWeights:
+    """The weights that `target` names (`find_weights`) at their server (`open_server`)."""
+    weights = find_weights(target, overrides, folder, choice)
+    url, key = open_server(stack, weights, console, server)
+    of_run = {}
+    if weights.saved:
+        of_run = {"step": weights.saved.step, "settings": weights.saved.run.settings, "run": weights.saved.run}
+    return ServedWeights(url=url, key=key, base=weights.config.model.name, path=weights.path, **of_run)
+
+
+def find_weights(
+    target: str, overrides: Sequence[str], folder: Path, choice: CheckpointChoice | None = None
+) -> NamedWeights:
     """The weights that `target` names: a base model, the folder of a run or a tinker:// path.
 
-    `server` is the server that the command line names. Where none is named, one is started, and stops when the stack
-    closes; that of a base model has its data in `folder`. `checkpoint`: which one of a run (`find_checkpoint`).
+    The service of a base model has its data in `folder`. Raises ConfigError if there are none.
     """
-    saved = _checkpoint_of(target, checkpoint)
-    config = _config(target, saved, overrides, folder)
+    from tinsmith.overrides import apply_overrides
+    from tinsmith.rl.config import RunConfig
+    from tinsmith.settings import build
+
+    saved = _checkpoint_of(target, choice or CheckpointChoice())
+    values = apply_overrides(_values(target, saved, folder), overrides, RunConfig)
+    # A run file needs tasks; none of these is drawn.
+    tasks = {"tasks": {"eval": {"type": "addition"}}, "rewards": [{"type": "number"}]}
+    config = build(RunConfig, {**values, **tasks, "mode": "bench", "name": "sampling"}, target, overrides)
     path = saved.sampling_path if saved else target if target.startswith("tinker://") else ""
-    url, key = _address(stack, target, config, saved, server or SamplingServer(), console)
-    of_run = {"step": saved.step, "settings": saved.run.settings, "run": saved.run} if saved else {}
-    return ServedWeights(url=url, key=key, base=config.model.name, path=path, **of_run)
+    return NamedWeights(target=target, values=values, config=config, path=path, saved=saved)
 
 
-def _checkpoint_of(target: str, which: str) -> RunCheckpoint | None:
+def _checkpoint_of(target: str, choice: CheckpointChoice) -> RunCheckpoint | None:
     """The checkpoint of a run folder; None for another target. Raises ConfigError for a folder of neither kind."""
     from tinsmith.rl.history import RunHistory, find_checkpoint
 
     folder = Path(target)
     if target.startswith("tinker://") or not folder.is_dir() or (folder / "config.json").exists():
-        if which:
-            raise ConfigError(f"--checkpoint selects one of a run, and {target} is none.", "Leave it out.")
+        if choice.stage or choice.checkpoint:
+            option = "--stage" if choice.stage else "--checkpoint"
+            raise ConfigError(f"{option} selects one of a run, and {target} is none.", "Leave it out.")
         return None
     if (folder / "adapter_config.json").exists():
         raise ConfigError(f"{target} holds an adapter, which a server must have first.", "See tinsmith import --help.")
@@ -112,46 +168,47 @@ def _checkpoint_of(target: str, which: str) -> RunCheckpoint | None:
         raise ConfigError(
             f"{target} is neither the folder of a run nor of a model.", "Name one that has run.yaml or config.json."
         ) from error
-    return find_checkpoint(run, which)
+    return find_checkpoint(_stage_of(run, choice.stage), choice.checkpoint)
 
 
-def _config(target: str, saved: RunCheckpoint | None, overrides: Sequence[str], folder: Path) -> RunConfig:
-    """The settings of the model and its service: those of the run, or of a model by name."""
-    from tinsmith.overrides import apply_overrides
-    from tinsmith.rl.config import RunConfig
+def _stage_of(run: RunHistory, name: str) -> RunHistory:
+    """The stage of a run, or the run itself if none is named. Raises ConfigError."""
+    if not name:
+        return run
+    stages = {each.path.name.partition("-")[2]: each for each in run.stages}
+    if name not in stages:
+        hint = f"Its stages: {', '.join(stages)}." if stages else "It is a run without stages; leave out --stage."
+        raise ConfigError(f"{run.path} has no stage {name}.", hint)
+    return stages[name]
+
+
+def _values(target: str, saved: RunCheckpoint | None, folder: Path) -> dict[str, Any]:
+    """The sections model and service, and the folder of the service: those of the run, or of a model by name."""
     from tinsmith.rl.history import data_folder
-    from tinsmith.settings import build
 
-    values: dict[str, Any] = {"model": {"name": target}, "folder": str(folder)}
-    if saved is not None:
-        stored = saved.run.settings
-        model = stored.get("model") or {}
-        data = data_folder(saved.run)
-        values = {
-            "model": {name: model[name] for name in _MODEL if name in model},
-            "service": stored.get("service") or {},
-            "folder": str(data.parent if data else saved.run.path),
-        }
-    # A run file needs tasks; none of these is drawn.
-    tasks = {"tasks": {"eval": {"type": "addition"}}, "rewards": [{"type": "number"}]}
-    values = {**values, **tasks, "mode": "bench", "name": "sampling"}
-    return build(RunConfig, apply_overrides(values, overrides, RunConfig), target, overrides)
+    if saved is None:
+        return {"model": {"name": target}, "folder": str(folder)}
+    stored = saved.run.settings
+    model = stored.get("model") or {}
+    data = data_folder(saved.run)
+    return {
+        "model": {name: model[name] for name in _MODEL if name in model},
+        "service": stored.get("service") or {},
+        "folder": str(data.parent if data else saved.run.path),
+    }
 
 
-def _address(
-    stack: ExitStack,
-    target: str,
-    config: RunConfig,
-    saved: RunCheckpoint | None,
-    server: SamplingServer,
-    console: Console,
+def open_server(
+    stack: ExitStack, weights: NamedWeights, console: Console, server: SamplingServer | None = None
 ) -> tuple[str, str]:
-    """(URL, key) of the server that the command line or the settings name, or else of one that is started."""
+    """(URL, key) of the server of weights: the one that the command line or the settings name, or else one that is
+    started, and stops when the stack closes."""
     from tinsmith import runner
     from tinsmith.rl.history import data_folder
     from tinsmith.settings import changed_keys
     from tinsmith.terminal import waiting
 
+    target, config, saved, server = weights.target, weights.config, weights.saved, server or SamplingServer()
     has_own = False
     if saved is not None and not (server.url or config.model.base_url) and data_folder(saved.run):
         _check_at_rest(target, saved)

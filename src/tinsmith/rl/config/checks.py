@@ -5,6 +5,7 @@ from __future__ import annotations
 from tinsmith.plurals import counted
 from tinsmith.rl.algorithms.advantages.group import GrpoAdvantage
 from tinsmith.rl.algorithms.advantages.multi_turn import StepWiseGrpoAdvantage
+from tinsmith.rl.config.checkpoints import CheckpointConfig
 from tinsmith.rl.config.environment_checks import check_environments, check_sections
 from tinsmith.rl.config.fields import RunSettings
 from tinsmith.rl.environments.tasks import TasksEnvironment
@@ -12,6 +13,9 @@ from tinsmith.settings import changed_keys
 
 _HIGH_STALENESS = 8
 """Staleness above which a run file must say that it means it."""
+
+_WITHOUT_TASKS = {"every", "before", "after", "compare", "functions", "benchmarks"}
+"""Keys of `eval` that have an effect without held-out tasks."""
 
 
 def _check_data(config: RunSettings) -> None:
@@ -161,8 +165,7 @@ def _check_ending(config: RunSettings) -> None:
         raise ValueError("until is not used with mode bench, which takes no steps; leave it out")
     if config.mode == "explore":
         raise ValueError("until is not used with mode explore, which ends with the training process; leave it out")
-    evaluates = config.evaluates or config.eval.functions
-    if config.until.metric.startswith("eval/") and not (evaluates and config.eval.every):
+    if config.until.metric.startswith("eval/") and not (config.evaluates_anything and config.eval.every):
         raise ValueError(
             f"until.metric: {config.until.metric} is never measured; set tasks.held_out and rewards, and eval.every"
         )
@@ -171,7 +174,9 @@ def _check_ending(config: RunSettings) -> None:
 def _check_best_checkpoint(config: RunSettings) -> None:
     if config.checkpoint.keep != "best" or config.stages or config.mode in ("bench", "explore"):
         return
-    if not config.evaluates or not (config.eval.every or config.eval.after):
+    held_out = config.checkpoint.metric == CheckpointConfig.model_fields["metric"].default
+    evaluates = config.evaluates if held_out else config.evaluates_anything
+    if not evaluates or not (config.eval.every or config.eval.after):
         raise ValueError(
             f"checkpoint.keep: best needs evaluations, and {config.checkpoint.metric} is never measured; set "
             "tasks.held_out and rewards, and eval.every"
@@ -197,11 +202,12 @@ def _check_evaluation(config: RunSettings) -> None:
             f"eval.rewards: {titles[0]} compares the replies of a group, and an evaluation scores each one by itself; "
             "set another reward"
         )
-    if has_settings and config.evaluated and not config.evaluates:
+    only_other = config.evaluates_anything and config.eval.model_fields_set <= _WITHOUT_TASKS
+    if has_settings and config.evaluated and not config.evaluates and not only_other:
         only_groups = any(each.group_rewards for each in config.all_environments)
         why = ", because those of the run compare the replies of a group" if only_groups else ""
         raise ValueError(f"eval needs rewards{why}; set {'' if why else 'rewards or '}eval.rewards")
-    if has_settings and not config.evaluated and not config.eval.functions:
+    if has_settings and not config.evaluated and not config.evaluates_anything:
         key = "held_out of an environment" if config.environments else "tasks.held_out or tasks.eval"
         raise ValueError(f"eval needs held-out tasks; set {key}, or leave out eval")
     if unknown := sorted(config.eval.sources.keys() - (config.evaluated.keys() - {""})):

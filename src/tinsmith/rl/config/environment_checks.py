@@ -10,7 +10,7 @@ from tinsmith.rl.environments.base import EnvironmentOptions
 from tinsmith.rl.evaluate import EvalConfig
 from tinsmith.settings import changed_keys
 
-_IN_METRICS = ("reward", "turns", "tokens", "workflow", "failed", "tasks")
+_IN_METRICS = ("reward", "turns", "tokens", "workflow", "failed", "tasks", "benchmark")
 """Names in metrics of an evaluation, as in eval/reward/mean."""
 _PER_ENVIRONMENT = ("workflow", "rewards")
 """Keys of `eval` that each environment has itself."""

@@ -239,6 +239,11 @@ class RunSettings(Settings):
         return bool(self.evaluated) and all(each.provides_rewards for each in self.evaluated.values())
 
     @property
+    def evaluates_anything(self) -> bool:
+        """Whether an evaluation measures anything: held-out tasks, functions or benchmarks."""
+        return self.evaluates or bool(self.eval.functions or self.eval.benchmarks)
+
+    @property
     def shares_a_run(self) -> bool:
         """Whether this process is one of several that share the run: some sample, another one trains."""
         return self.mode in ("explore", "train") and self.uses_rollouts

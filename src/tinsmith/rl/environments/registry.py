@@ -37,6 +37,8 @@ def _installed() -> Iterator[type[EnvironmentOptions]]:
 _INSTALLED = tuple(_installed())
 SECTIONS: Mapping[str, type[Settings]] = {key: kind for each in _INSTALLED for key, kind in each.sections.items()}
 """Sections of a run file that environments of installed types share, by key."""
+BY_ID = tuple(str(each.model_fields["type"].default) for each in _INSTALLED if "id" in each.model_fields)
+"""Installed types whose environments have an id, such as `verifiers`."""
 
 if TYPE_CHECKING:
     EnvironmentConfig = EnvironmentOptions

@@ -26,6 +26,8 @@ class Endpoint:
     """Folder of the model's tokenizer."""
 
 
+REQUEST_FILE = "TINSMITH_BENCHMARK_REQUEST"
+"""Variable with the file of the request to the program that runs a benchmark."""
 CONCURRENCY = 32
 """Open requests of a benchmark, at most."""
 
@@ -37,12 +39,12 @@ class Sampling:
     Example: Sampling(samples=4, temperature=0.7, limit=100)
     """
 
-    samples: int = 1
-    """Answers to each problem; several report avg@k, pass@k and maj@k."""
+    samples: int | None = None
+    """Answers to each problem; several report avg@k, pass@k and maj@k. Default: 1, or as the run file has it."""
     temperature: float | None = None
-    """Sampling temperature. Default: the benchmark's own, mostly 0."""
+    """Sampling temperature. Default: that of the benchmark or the run file, mostly 0."""
     max_tokens: int | None = None
-    """Largest number of tokens in an answer. Default: the benchmark's own."""
+    """Largest number of tokens in an answer. Default: that of the benchmark or the run file."""
     limit: int | None = None
     """Take only the first so many problems of each benchmark."""
     chat: bool = False
@@ -52,13 +54,18 @@ class Sampling:
     seed: int = 0
     """Seed of the answers and the intervals."""
 
-    def check(self) -> None:
-        """Raise ConfigError for a value that no benchmark can be sampled with."""
+    @property
+    def count(self) -> int:
+        """Answers to each problem of a benchmark."""
+        return self.samples or 1
+
+    def check(self, *, benchmarks: bool) -> None:
+        """Raise ConfigError for a value that nothing can be sampled with; `benchmarks`: whether any is sampled."""
         values = (("samples", self.samples, 1), ("limit", self.limit, 1), ("max-tokens", self.max_tokens, 1))
         for name, value, least in (*values, ("temperature", self.temperature, 0)):
             if value is not None and value < least:
                 raise ConfigError(f"--{name} is {value}.", f"Give {least} or more.")
-        if self.samples > 1 and not self.temperature:
+        if self.count > 1 and (self.temperature == 0 or (self.temperature is None and benchmarks)):
             raise ConfigError("--samples above 1 needs --temperature above 0: greedy answers are identical.")
         if self.include is not None and not self.include.is_dir():
             raise ConfigError(f"--include: there is no folder {self.include}.")

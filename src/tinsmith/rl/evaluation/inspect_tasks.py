@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tinsmith.errors import UserError
-from tinsmith.imports import require
+from tinsmith.errors import ConfigError, UserError
 from tinsmith.rl.evaluation.endpoint import CONCURRENCY, Endpoint, Sampling, translated
 from tinsmith.rl.evaluation.scores import Attempt, Scores
 
@@ -17,24 +16,20 @@ _GRADES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
 
 def run(name: str, endpoint: Endpoint, sampling: Sampling) -> Scores:
     """The scores of a task."""
-    require("inspect_ai", "inspect", f"The task {name}")
     return translated(lambda: _run(name, endpoint, sampling), f"The task {name}")
 
 
 def _run(name: str, endpoint: Endpoint, sampling: Sampling) -> Scores:
     import inspect_ai  # pyright: ignore[reportMissingImports]
-    from inspect_ai.model import get_model  # pyright: ignore[reportMissingImports]
 
-    model = get_model(
-        f"openai-api/tinsmith/{endpoint.model}", base_url=f"{endpoint.url.rstrip('/')}/v1", api_key=endpoint.key
-    )
+    model = _model(name, endpoint)
     options = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens}
     with TemporaryDirectory() as folder:
         evaluated = inspect_ai.eval(
             name,
             model=model,
             limit=sampling.limit,
-            epochs=sampling.samples,
+            epochs=sampling.count,
             display="none",
             log_dir=folder,
             max_connections=CONCURRENCY,
@@ -42,6 +37,23 @@ def _run(name: str, endpoint: Endpoint, sampling: Sampling) -> Scores:
             **{key: value for key, value in options.items() if value is not None},
         )
         return _scores(name, evaluated)  # samples are read from the logs
+
+
+def _model(name: str, endpoint: Endpoint) -> Any:
+    """Inspect's model of an endpoint. Raises ConfigError if the package openai is missing or too old for Inspect."""
+    from inspect_ai.model import get_model  # pyright: ignore[reportMissingImports]
+
+    url = f"{endpoint.url.rstrip('/')}/v1"
+    try:
+        return get_model(f"openai-api/tinsmith/{endpoint.model}", base_url=url, api_key=endpoint.key)
+    except Exception as error:
+        if type(error).__name__ != "PrerequisiteError":
+            raise
+        text = str(error).removeprefix("ERROR: ")
+        raise ConfigError(
+            f"The task {name}: {text}",
+            "pip install --upgrade openai, where verifiers 0.4, which needs openai 2, is not.",
+        ) from error
 
 
 def _scores(name: str, logs: Sequence[Any]) -> Scores:

@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tinsmith.errors import ConfigError
-from tinsmith.imports import require
 from tinsmith.rl.evaluation.endpoint import CONCURRENCY, Endpoint, Sampling, translated
 from tinsmith.rl.evaluation.scores import Attempt, Scores
 from tinsmith.settings import did_you_mean
 
 OTHER_NAMES = {"math500": "minerva_math500", "math": "minerva_math", "arc": "arc_challenge"}
 """Common names of benchmarks that the harness calls differently."""
+TIMEOUT_S = 24 * 3600
+"""Time limit of a request: with many open at once, a slow machine takes long for each."""
 _ALL_IN_ONE = "none"
 """The filter of a task without filters."""
 
 
 def run(name: str, endpoint: Endpoint, sampling: Sampling) -> Scores:
     """The scores of a task or of each task of a group. Raises ConfigError for an unknown name."""
-    require("lm_eval", "lm-eval", f"The benchmark {name}")
     return translated(lambda: _run(OTHER_NAMES.get(name, name), endpoint, sampling), f"The benchmark {name}")
 
 
@@ -49,7 +49,7 @@ def _run(name: str, endpoint: Endpoint, sampling: Sampling) -> Scores:
             bootstrap_iters=0,
             log_samples=True,
         )
-        for attempt in range(sampling.samples)
+        for attempt in range(sampling.count)
     ]
     return scores_of([each["samples"] for each in rounds])
 
@@ -61,7 +61,10 @@ def _model(endpoint: Endpoint, sampling: Sampling, attempt: int) -> dict[str, An
         "header": {"Authorization": f"Bearer {endpoint.key}"},
         "tokenizer": str(endpoint.tokenizer),
         "tokenizer_backend": "huggingface",
-        "tokenized_requests": False,
+        # Tokens, so that the server scores the continuation that the harness counts.
+        "tokenized_requests": True,
+        "add_bos_token": not sampling.chat,  # a chat template writes its own
+        "timeout": TIMEOUT_S,
         "num_concurrent": CONCURRENCY,
         "seed": sampling.seed + attempt,
     }

@@ -7,6 +7,7 @@ all of them; maj@k the score of the most frequent answer of k, the earliest of e
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -37,6 +38,19 @@ class Attempt:
 
 Scores = Mapping[str, Mapping[str, Sequence[Attempt]]]
 """Benchmark and metric -> problem -> its attempts."""
+
+
+def to_json(values: Mapping[str, Any]) -> bytes:
+    """Values with scores among them as JSON: an attempt is the list of its answer and its score."""
+    return json.dumps(values, default=lambda attempt: [attempt.answer, attempt.score]).encode()
+
+
+def from_json(values: Mapping[str, Mapping[str, Sequence[tuple[str, float]]]]) -> Scores:
+    """The scores that `to_json` has written."""
+    return {
+        benchmark: {name: [Attempt(*attempt) for attempt in attempts] for name, attempts in problems.items()}
+        for benchmark, problems in values.items()
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

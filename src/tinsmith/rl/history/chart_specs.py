@@ -65,6 +65,7 @@ SECTIONS: Mapping[str, tuple[ChartSpec, ...]] = {
             limits=(0, 1),
             points=True,
         ),
+        ChartSpec(title="Benchmarks", pattern=r"eval/benchmark/(.+)", points=True, limits=(0, 1)),
         ChartSpec(title="Held-out reward by role", pattern=r"eval/reward/([^/]+)/mean", limits=(0, 1), points=True),
         ChartSpec(title="Skill above trivial answers (1: perfect)", pattern=r"(?:env|workflow)/(.+)/skill"),
         ChartSpec(title="Held-out skill above trivial answers", pattern=r"eval/(.+)/skill", points=True),

@@ -12,17 +12,18 @@ import asyncio
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from tinsmith.chat.completions import ScoredToken, TextRequest, text_choice
 from tinsmith.chat.errors import ENDINGS, as_tinsmith_error, error_headers, openai_error, openai_error_of
 from tinsmith.chat.request import ChatRequest, parse_json_object, select_fields
 from tinsmith.chat.strict_json import encode_json
 from tinsmith.errors import BadRequest, TinsmithError, Unauthorized
-from tinsmith.rl.policy.chat_session import MODEL, AgentChatRequest, ChatSession, invalid_request
+from tinsmith.rl.policy.chat_session import MODEL, AgentChatRequest, ChatSession, invalid_request, sampling_of
 from tinsmith.rl.policy.sampling import SamplingConfig, Snapshot
 from tinsmith.rl.types import Turn
 
@@ -34,15 +35,18 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
-def parse_request(body: bytes) -> AgentChatRequest:
+B = TypeVar("B", bound=BaseModel)
+
+
+def parse_request(body: bytes, kind: type[B]) -> B:
     """The request in a body. Raises BadRequest, or Unsupported for a field that is not implemented."""
 
     def unknown(key: str) -> BadRequest:
         return BadRequest(f"'{key}' is not a field of this request.", "Remove it.", field=key)
 
-    values = select_fields(parse_json_object(body), AgentChatRequest, unknown)
+    values = select_fields(parse_json_object(body), kind, unknown)
     try:
-        return AgentChatRequest.model_validate(values)
+        return kind.model_validate(values)
     except ValidationError as error:
         raise invalid_request(error) from error
 
@@ -52,9 +56,19 @@ class AgentSession(ChatSession):
 
     model = MODEL
 
-    def __init__(self, base_url: str, policy: Snapshot, sampling: SamplingConfig, seed: int, *, open_url: bool) -> None:
-        """With `open_url`, the URL is the only secret, and any key is valid."""
-        super().__init__(policy, sampling, seed)
+    def __init__(
+        self,
+        base_url: str,
+        policy: Snapshot,
+        sampling: SamplingConfig,
+        seed: int,
+        *,
+        open_url: bool,
+        limit: int | None = None,
+    ) -> None:
+        """With `open_url`, the URL is the only secret, and any key is valid. With `limit`, only this many of the newest
+        replies are recorded."""
+        super().__init__(policy, sampling, seed, limit=limit)
         self.base_url, self.open_url, self.api_key = base_url, open_url, secrets.token_urlsafe(24)
 
     async def complete(self, request: AgentChatRequest) -> dict[str, Any]:
@@ -62,7 +76,60 @@ class AgentSession(ChatSession):
         replies = await self.replies(request)
         choices = [_choice(index, turn, message, request) for index, (turn, message) in enumerate(replies)]
         prompt_tokens = len(replies[0][0].prompt) if replies else 0
-        return _response(choices, prompt_tokens, sum(len(turn.tokens) for turn, _ in replies))
+        return _response("chat.completion", choices, prompt_tokens, sum(len(turn.tokens) for turn, _ in replies))
+
+    async def complete_text(self, request: TextRequest) -> dict[str, Any]:
+        """The response of completions, which are not recorded as turns. Raises UserError as `complete`."""
+        prompts = request.prompts(self._policy.chat.encode_document)
+        done = await asyncio.gather(*(self._continuations(prompt, request) for prompt in prompts))
+        choices = [
+            text_choice(at * request.n + number, *parts)
+            for at, (each, _) in enumerate(done)
+            for number, parts in enumerate(each)
+        ]
+        return _response("text_completion", choices, sum(map(len, prompts)), sum(sampled for _, sampled in done))
+
+    async def _continuations(
+        self, prompt: list[int], request: TextRequest
+    ) -> tuple[list[tuple[str, str, list[ScoredToken] | None]], int]:
+        """Text, finish reason and tokens of each choice of a prompt, and the number of tokens sampled."""
+        wanted = request.logprobs is not None
+        echoed = await self._scored(prompt, request.logprobs or 0) if wanted and request.echo else []
+        begin = self._policy.chat.decode(prompt) if request.echo else ""
+        if request.max_tokens == 0:
+            return [(begin, "length", echoed if wanted else None)] * request.n, 0
+        seed = self._next_seed() if request.seed is None else request.seed
+        sampling = sampling_of(request, self._sampling)
+        turns = await self._policy.sample(prompt, count=request.n, seed=seed, sampling=sampling)
+        parts = [(begin + turn.text, turn.stop, [*echoed, *self._sampled(turn)] if wanted else None) for turn in turns]
+        return parts, sum(len(turn.tokens) for turn in turns)
+
+    def _sampled(self, turn: Turn) -> list[ScoredToken]:
+        text = self._policy.chat.token_text
+        pairs = zip(turn.tokens, turn.logprobs, strict=True)
+        return [ScoredToken(token=token, text=text(token), logprob=p) for token, p in pairs]
+
+    async def _scored(self, prompt: list[int], likeliest: int) -> list[ScoredToken]:
+        """The tokens of a prompt with their logprobs, and with the likeliest tokens in their places."""
+        text = self._policy.chat.token_text
+        first = [ScoredToken(token=token, text=text(token), logprob=None) for token in prompt[:1]]
+        if len(prompt) < 2:
+            return first
+        logprobs_N = (await self._policy.logprobs(prompt)).tolist()
+        tops: list[list[tuple[int, str, float]]] = [[] for _ in logprobs_N]
+        if likeliest:
+            ids_NK, top_NK = await self._policy.top_prompt_logprobs(prompt, likeliest)
+            tops = [
+                [(token, text(token), p) for token, p in zip(ids, row, strict=True)]
+                for ids, row in zip(ids_NK.tolist(), top_NK.tolist(), strict=True)
+            ]
+        return [
+            *first,
+            *(
+                ScoredToken(token=token, text=text(token), logprob=p, likeliest=top)
+                for token, p, top in zip(prompt[1:], logprobs_N, tops, strict=True)
+            ),
+        ]
 
 
 def response_chunks(response: Mapping[str, Any], *, usage: bool) -> list[dict[str, Any]]:
@@ -93,10 +160,12 @@ def _choice(index: int, turn: Turn, message: Mapping[str, Any], request: ChatReq
     return choice
 
 
-def _response(choices: list[dict[str, Any]], prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+def _response(
+    kind: str, choices: Sequence[Mapping[str, Any]], prompt_tokens: int, completion_tokens: int
+) -> dict[str, Any]:
     return {
-        "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "object": "chat.completion",
+        "id": f"{'chatcmpl' if kind == 'chat.completion' else 'cmpl'}-{secrets.token_hex(12)}",
+        "object": kind,
         "created": int(time.time()),
         "model": MODEL,
         "choices": choices,
@@ -149,17 +218,24 @@ class AgentEndpoint:
 
     @asynccontextmanager
     async def session(
-        self, policy: Snapshot, sampling: SamplingConfig, seed: int, *, open_url: bool = False
+        self,
+        policy: Snapshot,
+        sampling: SamplingConfig,
+        seed: int,
+        *,
+        open_url: bool = False,
+        limit: int | None = None,
     ) -> AsyncIterator[AgentSession]:
         """A session for the duration of the block; `seed` is the rollout's own.
 
-        With `open_url`, the URL is the only secret, and any key is valid: for agents that send a fixed key.
+        With `open_url`, the URL is the only secret, and any key is valid: for agents that send a fixed key. With
+        `limit`, only this many of the newest replies are recorded.
         """
         if self._server is None:
             self._listen()
         name = secrets.token_hex(16)
         url = f"{self._url}/{name}/v1"
-        session = self._sessions[name] = AgentSession(url, policy, sampling, seed, open_url=open_url)
+        session = self._sessions[name] = AgentSession(url, policy, sampling, seed, open_url=open_url, limit=limit)
         try:
             yield session
         finally:
@@ -200,8 +276,10 @@ class AgentEndpoint:
         return Starlette(
             routes=[
                 Route("/v1/chat/completions", self._chat_completions, methods=["POST"]),
+                Route("/v1/completions", self._completions, methods=["POST"]),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/{session}/v1/chat/completions", self._chat_completions, methods=["POST"]),
+                Route("/{session}/v1/completions", self._completions, methods=["POST"]),
                 Route("/{session}/v1/models", self._models, methods=["GET"]),
             ],
             middleware=[Middleware(_ErrorMiddleware)],
@@ -212,13 +290,17 @@ class AgentEndpoint:
         from starlette.responses import Response
 
         session = self._authenticate(http)
-        request = parse_request(await http.body())
+        request = parse_request(await http.body(), AgentChatRequest)
         response = await session.complete(request)
         if not request.stream:
             return _json_response(response)
         chunks = response_chunks(response, usage=request.stream_options.include_usage)
         events = [f"data: {encode_json(chunk)}\n\n" for chunk in chunks]
         return Response("".join(events) + "data: [DONE]\n\n", media_type="text/event-stream")
+
+    async def _completions(self, http: Request) -> Response:
+        session = self._authenticate(http)
+        return _json_response(await session.complete_text(parse_request(await http.body(), TextRequest)))
 
     async def _models(self, http: Request) -> Response:
         self._authenticate(http)
@@ -303,10 +385,10 @@ async def _on_error(_: Request, error: Exception) -> Response:
 
 
 async def _on_unknown_path(http: Request, _: Exception) -> Response:
-    message = f"There is no route {http.url.path}. Call chat/completions or models."
+    message = f"There is no route {http.url.path}. Call chat/completions, completions or models."
     return _json_response(openai_error(message, 404), 404)
 
 
 async def _on_other_method(http: Request, _: Exception) -> Response:
-    message = f"{http.url.path} does not take {http.method}. Send POST to chat/completions, GET to models."
+    message = f"{http.url.path} does not take {http.method}. Send POST to completions, GET to models."
     return _json_response(openai_error(message, 405), 405)

@@ -93,6 +93,14 @@ class ChatCodec(Protocol):
         """Encode text without special tokens."""
         ...
 
+    def encode_document(self, text: str) -> list[int]:
+        """Encode text with the special tokens that the tokenizer puts around it, such as one for its beginning."""
+        return self.encode_text(text)
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer to a folder, for programs that read it from one."""
+        raise NotImplementedError
+
     def text(self, tokens: Sequence[int], stop: Sequence[str | int] | None, keep: Sequence[str] = ()) -> str:
         """Decode a reply, without its stop string and without special tokens except those in `keep`."""
         ...
@@ -151,8 +159,8 @@ class Chat(ChatCodec):
         """Number of token ids."""
         return len(self._tokenizer)
 
+    @override
     def save_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer to a folder, for programs that read it from one."""
         self._tokenizer.save_pretrained(folder)
 
     @property
@@ -259,6 +267,11 @@ class Chat(ChatCodec):
         except ValueError as error:
             raise BadRequest(f"A text cannot be encoded: {error}.", "Give Unicode text.") from error
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    @override
+    def encode_document(self, text: str) -> list[int]:
+        _ = self.encode_text(text)  # refuses what is no text
+        return list(self._tokenizer.encode(text))
 
     @override
     def text(self, tokens: Sequence[int], stop: Sequence[str | int] | None, keep: Sequence[str] = ()) -> str:

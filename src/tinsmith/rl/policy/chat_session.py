@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from tinsmith.chat.completions import TextRequest
 from tinsmith.chat.images import read_data_url
 from tinsmith.chat.messages import parse_messages
 from tinsmith.chat.rendering import content_text
@@ -40,20 +41,26 @@ class AgentChatRequest(ChatRequest):
     stop: str | list[str] | None = None
     top_logprobs: int = Field(0, ge=0, le=0)
 
-    def sampling(self, defaults: SamplingConfig) -> SamplingConfig:
-        """The run's settings with those of the request on top. Raises BadRequest."""
-        overrides = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "max_tokens": self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
-            "stop": (self.stop,) if isinstance(self.stop, str) else self.stop,
-        }
-        changed = {key: value for key, value in overrides.items() if value is not None}
-        try:
-            return SamplingConfig.model_validate({**dict(defaults), **changed})
-        except ValidationError as error:
-            raise invalid_request(error) from error
+    @property
+    def most_tokens(self) -> int | None:
+        """Largest number of tokens of a reply, by either of its names."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+def sampling_of(request: AgentChatRequest | TextRequest, defaults: SamplingConfig) -> SamplingConfig:
+    """`defaults` with the settings of the request on top. Raises BadRequest."""
+    overrides = {
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "max_tokens": request.most_tokens if isinstance(request, AgentChatRequest) else request.max_tokens,
+        "stop": (request.stop,) if isinstance(request.stop, str) else request.stop,
+    }
+    changed = {key: value for key, value in overrides.items() if value is not None}
+    try:
+        return SamplingConfig.model_validate({**dict(defaults), **changed})
+    except ValidationError as error:
+        raise invalid_request(error) from error
 
 
 def invalid_request(error: ValidationError) -> BadRequest:
@@ -119,16 +126,20 @@ class ChatSession:
         )
         urls = list[str]() if self._policy.chat.takes_images else None
         messages = with_images(request.template_messages(template, urls), urls)
-        sampling = request.sampling(defaults or self._sampling)
+        sampling = sampling_of(request, defaults or self._sampling)
         prompt = self._prompt(messages, tools)
-        number, self._calls = self._calls, self._calls + 1
-        seed = request_seed(self._seed, number) if request.seed is None else request.seed
+        seed = self._next_seed() if request.seed is None else request.seed
         replies = []
         for turn in await self._policy.sample(prompt, count=request.n, seed=seed, sampling=sampling):
             message = self._reply_message(turn, messages, call_format, tools, sampling)
             self._record([*messages, message], tools, turn)
             replies.append((turn, message))
         return replies
+
+    def _next_seed(self) -> int:
+        """The seed of the next request that names none."""
+        number, self._calls = self._calls, self._calls + 1
+        return request_seed(self._seed, number)
 
     def _record(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], turn: Turn) -> None:
         self._turns.append(turn)

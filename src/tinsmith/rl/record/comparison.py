@@ -114,12 +114,15 @@ def compare_results(
     return comparisons
 
 
-def compare_steps(folder: Path, last: int, threshold: float, sources: Sequence[str], seed: int) -> None:
-    """Compare the evaluations before the first step and after step `last`, if both were made, and write the result."""
+def compare_steps(
+    folder: Path, last: int, threshold: float, sources: Sequence[str], seed: int
+) -> list[EvaluationComparison]:
+    """Compare the evaluations before the first step and after step `last`; none if they were not both made."""
     files = {step: Layout(folder).rollouts("eval", step) for step in (0, last)}
-    if last and all(file.exists() for file in files.values()):
-        first, second = ((f"step {step}", read_results(file, threshold)) for step, file in files.items())
-        write(folder, compare_results(first, second, sources, seed))
+    if not last or not all(file.exists() for file in files.values()):
+        return []
+    first, second = ((f"step {step}", read_results(file, threshold)) for step, file in files.items())
+    return compare_results(first, second, sources, seed)
 
 
 def write(folder: Path, comparisons: Sequence[EvaluationComparison]) -> None:

@@ -36,6 +36,8 @@ class Layout:
         """A row for each step and evaluation (monitors/jsonl.py)."""
         self.rollouts_folder = path / "rollouts"
         """Every rollout (monitors/jsonl.py)."""
+        self.benchmarks_folder = path / "benchmarks"
+        """The scores of benchmarks, by problem (evaluation/benchmarks.py)."""
         self.rollout_index = path / "rollouts-index.sqlite"
         """The index of the rollouts (history/index.py)."""
         self.timeline = path / "timeline.jsonl"
@@ -78,6 +80,10 @@ class Layout:
     def rollouts(self, kind: Kind, step: int) -> Path:
         """The rollouts of a step, or of the evaluation after it."""
         return self.rollouts_folder / f"{kind}-{step:06}.jsonl"
+
+    def benchmarks(self, step: int) -> Path:
+        """The scores of the benchmarks after a step."""
+        return self.benchmarks_folder / f"step-{step:06}.json"
 
     def steps_with_rollouts(self, kind: Kind) -> list[int]:
         """The steps that have a file of rollouts, in order."""

@@ -97,6 +97,10 @@ class Reward(Settings):
         """Whether the reward scores the replies of a group together, by `judge_group`."""
         return type(self).judge_group is not Reward.judge_group
 
+    def read_answer(self, task: Task, text: str) -> str:
+        """The answer as this reward reads it from a reply; empty if it reads none."""
+        return ""
+
     def score(self, task: Task, text: str) -> RewardValue:
         """Return the reward of a reply, given its text. An exception marks the rollout as failed."""
         raise NotImplementedError

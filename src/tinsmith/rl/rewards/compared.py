@@ -56,6 +56,12 @@ class ComparedReward(PooledReward):
     def says_correct(self) -> bool:
         return True
 
+    @override
+    def read_answer(self, task: Task, text: str) -> str:
+        comparison = self.comparison(task, text)
+        read = comparison.arguments[-1] if comparison else ""
+        return read if isinstance(read, str) else ""
+
     def comparison(self, task: Task, text: str) -> Comparison | None:
         """The comparison of a reply; None if the reply has no answer to compare."""
         raise NotImplementedError

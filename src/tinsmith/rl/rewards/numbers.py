@@ -35,6 +35,11 @@ class Number(Reward):
         return True
 
     @override
+    def read_answer(self, task: Task, text: str) -> str:
+        numbers = _numbers(spoken(text), self.where)
+        return str(numbers[0].value) if numbers else ""
+
+    @override
     def score(self, task: Task, text: str) -> Score:
         expected = _right(task)
         right = any(equal(expected, number) for number in _numbers(spoken(text), self.where))
@@ -54,6 +59,11 @@ class Closeness(Reward):
     @override
     def says_correct(self) -> bool:
         return True
+
+    @override
+    def read_answer(self, task: Task, text: str) -> str:
+        number = _bare(spoken(text))
+        return "" if number is None else str(number.value)
 
     @override
     def score(self, task: Task, text: str) -> Score:

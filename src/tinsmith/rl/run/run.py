@@ -17,6 +17,7 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.ending.until import EndCondition
 from tinsmith.rl.evaluate import Evaluator
+from tinsmith.rl.evaluation import benchmarks
 from tinsmith.rl.policy.trainer import Trainer
 from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.record import comparison
@@ -195,8 +196,12 @@ class Run:
     async def _evaluate(self, step: int, baseline: Mapping[str, float]) -> None:
         begin = time.perf_counter()
         snapshot = await self.policy.snapshot()
-        groups, values = await self.stop.finish(lambda: self.evaluator.run(step, snapshot))
-        self.recorder.evaluation(step, groups, {**values, **baseline, "time/eval": time.perf_counter() - begin})
+        evaluation = await self.stop.finish(lambda: self.evaluator.run(step, snapshot))
+        values = evaluation.values
+        benchmarks.write(self.checkpoints.folder.path, step, evaluation.scores)
+        self.recorder.evaluation(
+            step, evaluation.groups, {**values, **baseline, "time/eval": time.perf_counter() - begin}
+        )
         if step:
             self.ending.observe(values)
             self.checkpoints.best.observe(values)
@@ -207,5 +212,9 @@ class Run:
         result."""
         best = self.checkpoints.best.saved
         if (settings := self.config.eval).compare:
-            folder, sources = self.checkpoints.folder.path, self.evaluator.sources
-            comparison.compare_steps(folder, best.step if best else step, settings.threshold, sources, self.config.seed)
+            folder, sources, seed = self.checkpoints.folder.path, self.evaluator.sources, self.config.seed
+            last = best.step if best else step
+            rows = comparison.compare_steps(folder, last, settings.threshold, sources, seed)
+            rows += benchmarks.compare_steps(folder, last, seed)
+            if rows or comparison.read(folder):
+                comparison.write(folder, rows)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.cli.eval import evaluate
+from tinsmith.cli.eval.command import evaluate
 from tinsmith.errors import ConfigError
 from tinsmith.rl.evaluation.endpoint import Sampling
 
@@ -18,7 +18,7 @@ from tinsmith.rl.evaluation.endpoint import Sampling
     [
         ((), {}, "needs what to evaluate"),
         (("tiny",), {}, "needs what to evaluate, and a benchmark"),
-        (("tiny", "gsm8k", "steps=2"), {}, "settings of model and service only"),
+        (("tiny", "gsm8k", "steps=2"), {}, "settings of model and service and tasks only"),
         (("tiny", "gsm8k"), {"samples": 2}, "greedy answers are identical"),
         (("tiny", "gsm8k"), {"limit": 0}, "--limit is 0"),
         (("tiny", "gsm8k"), {"include": Path("absent")}, "no folder absent"),

@@ -1,0 +1,171 @@
+"""The command `tinsmith eval`: a model, a run's weights or a checkpoint on benchmarks and on tasks of one's own.
+
+Messages go to standard error: with --json, standard output is the scores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from tinsmith.cli.service.weights import CheckpointChoice, SamplingServer, find_weights, open_server, settings_among
+from tinsmith.errors import ConfigError
+from tinsmith.rl.evaluation.endpoint import Endpoint, Sampling
+from tinsmith.terminal import new_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tinsmith.cli.service.weights import NamedWeights
+    from tinsmith.rl.config import RunConfig
+
+Words = Annotated[
+    str,
+    Parameter(
+        name="MODEL|RUN|tinker://… NAMES",
+        help="What to evaluate: a base model, the folder of a run, or a checkpoint. Then on what: a benchmark of "
+        "lm-evaluation-harness, such as gsm8k or ifeval; a task of Inspect, as PACKAGE/TASK or FILE.py@TASK; a file of "
+        "rows, such as rows.jsonl; a run file, for its held-out tasks; verifiers:NAME. A run alone is evaluated on its "
+        "own held-out tasks. Words such as service.engine=fake are settings of model and service, and "
+        "tasks.answer_after='####' of the files of rows.",
+        allow_leading_hyphen=False,
+    ),
+]
+_DEFAULTS = Sampling()
+
+
+def evaluate(
+    *words: Words,
+    sampling: Annotated[Sampling, Parameter(name="*")] = _DEFAULTS,
+    reward: tuple[str, ...] = (),
+    choice: CheckpointChoice | None = None,
+    alone: Annotated[bool, Parameter(negative="")] = False,
+    out: Path | None = None,
+    json_: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    server: SamplingServer | None = None,
+) -> None:
+    """Evaluate a model, the weights of a run or a checkpoint on benchmarks and on tasks of your own.
+
+    A run and a checkpoint are compared with their base model, problem by problem. For a model, and for a run that had
+    a service of its own, a service is started where no server is named.
+
+    Parameters
+    ----------
+    reward
+        Reward of the rows of a file, such as number or math_verify, once for each. Default: those of the run.
+    alone
+        Do not evaluate the base model of a run or a checkpoint too.
+    out
+        File for the scores, as JSON.
+    json_
+        Print the scores as JSON.
+    """
+    from tinsmith.cli.eval.tasks import is_own, own_config
+    from tinsmith.rl.evaluation import scores
+    from tinsmith.terminal import waiting
+
+    named, names, settings, of_rows = _parsed(words)
+    console = new_console(stderr=True, soft_wrap=True)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        target = find_weights(named, settings, folder, choice)
+        names = names or [_own_file(named, target)]
+        _check(names, sampling, reward, of_rows)
+        own = {name: own_config(name, target, sampling, reward, of_rows) for name in names if is_own(name)}
+        address = open_server(stack, target, console, server)
+        with waiting(console, f"Loading the tokenizer of {named}"):
+            base = asyncio.run(_save_tokenizer(*address, target, folder))
+        endpoint = Endpoint(url=address[0], key=address[1], model=base, tokenizer=folder)
+        models = [base] if not target.path else [target.path] if alone else [base, target.path]
+        made = _scores(endpoint, names, list(dict.fromkeys(models)), own, sampling, console)
+    rows = scores.estimates(made, sampling.seed)
+    scores.print_table(console, rows)
+    text = json.dumps([row.row for row in rows], indent=2)
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")
+    if json_:
+        sys.stdout.write(text + "\n")
+
+
+def _parsed(words: Sequence[str]) -> tuple[str, list[str], list[str], list[str]]:
+    """The model, on what to evaluate it, settings of model and service, and settings of files of rows."""
+    others, overrides = settings_among(words, "eval", ("model", "service", "tasks"))
+    target, *names = others or [""]
+    if not target or (not names and not Path(target).is_dir()):
+        raise ConfigError(
+            "tinsmith eval needs what to evaluate, and a benchmark or tasks.",
+            "Example: tinsmith eval runs/addition gsm8k rows.jsonl",
+        )
+    of_rows = [word for word in overrides if word.partition(".")[0] == "tasks"]
+    return target, names, [word for word in overrides if word not in of_rows], of_rows
+
+
+def _own_file(name: str, target: NamedWeights) -> str:
+    """The file with a run's own evaluation. Raises ConfigError for what is no run."""
+    if target.run is None:
+        raise ConfigError(f"tinsmith eval {name} needs a benchmark or tasks.", "Example: tinsmith eval MODEL gsm8k")
+    return str(target.run.layout.settings)
+
+
+def _check(names: Sequence[str], sampling: Sampling, rewards: Sequence[str], of_rows: Sequence[str]) -> None:
+    """Raise ConfigError for options that nothing among `names` uses, and for values that cannot be sampled with."""
+    from tinsmith.cli.eval.tasks import is_own, is_rows
+    from tinsmith.rl.evaluation.libraries import is_inspect
+
+    benchmarks = [name for name in names if not is_own(name)]
+    sampling.check(benchmarks=bool(benchmarks))
+    harness = [name for name in benchmarks if not is_inspect(name)]
+    if not harness and (sampling.chat or sampling.include):
+        option = "--chat" if sampling.chat else "--include"
+        raise ConfigError(f"{option} is used by benchmarks of lm-evaluation-harness only.", "Leave it out.")
+    if not any(map(is_rows, names)) and (rewards or of_rows):
+        option = "--reward" if rewards else f"'{of_rows[0]}'"
+        raise ConfigError(f"{option} is used by files of rows only, such as rows.jsonl.", "Leave it out.")
+
+
+def _scores(
+    endpoint: Endpoint,
+    names: Sequence[str],
+    models: Sequence[str],
+    own: Mapping[str, RunConfig],
+    sampling: Sampling,
+    console: Console,
+) -> dict[str, dict[str, Any]]:
+    """The scores of each model on everything that is named; `own` are the tasks of one's own."""
+    from tinsmith.cli.eval.tasks import own_scores, title
+    from tinsmith.rl.evaluation import libraries
+
+    made: dict[str, dict[str, Any]] = {model: {} for model in models}
+    for name in names:
+        console.print(f"{' and '.join(models)}: {name}", highlight=False, markup=False)
+        if name in own:
+            scores = asyncio.run(own_scores(title(name), own[name], models, endpoint))
+        else:
+            scores = {model: libraries.run(name, replace(endpoint, model=model), sampling) for model in models}
+        for model in models:
+            made[model] |= scores[model]
+    return made
+
+
+async def _save_tokenizer(url: str, key: str, target: NamedWeights, folder: Path) -> str:
+    """Write the tokenizer of the base model to a folder. Returns its name, which the server knows for a checkpoint."""
+    from tinsmith.rl.policy.models import ModelConfig
+    from tinsmith.rl.policy.tinker_models import TinkerModels, base_model_of
+
+    base = target.config.model.name
+    name = await base_model_of(target.path, url, key) if base.startswith("tinker://") else base
+    models = await TinkerModels.connect(ModelConfig(name=name), url, key)
+    try:
+        models.chat.save_tokenizer(folder)
+    finally:
+        await models.close()
+    return name
