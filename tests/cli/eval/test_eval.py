@@ -22,13 +22,20 @@ from tinsmith.rl.evaluation.endpoint import Sampling
         (("tiny", "gsm8k"), {"samples": 2}, "greedy answers are identical"),
         (("tiny", "gsm8k"), {"limit": 0}, "--limit is 0"),
         (("tiny", "gsm8k"), {"include": Path("absent")}, "no folder absent"),
-        (("tinker://run/sampler_weights/final", "gsm8k"), {}, "no server is named that has it"),
+        (("tinker://run/sampler_weights/final", "verifiers:gsm8k"), {}, "no server is named that has it"),
     ],
 )
 def test_evaluation_refuses_what_it_cannot_do(monkeypatch, words, options, error):
     monkeypatch.delenv("TINKER_BASE_URL", raising=False)
     with pytest.raises(ConfigError, match=error):
         evaluate(*words, sampling=Sampling(**options))
+
+
+def test_missing_package_is_refused_before_a_service_starts(monkeypatch):
+    monkeypatch.setattr("tinsmith.imports.find_spec", lambda _: None)
+    monkeypatch.setattr("tinsmith.runner.server", None)
+    with pytest.raises(ConfigError, match="needs lm_eval, which is not installed"):
+        evaluate("tiny", "gsm8k", "service.engine=fake")
 
 
 def test_folder_without_a_run_or_a_model_is_refused(tmp_path, monkeypatch):

@@ -117,9 +117,10 @@ def _own_file(name: str, target: NamedWeights) -> str:
 
 
 def _check(names: Sequence[str], sampling: Sampling, rewards: Sequence[str], of_rows: Sequence[str]) -> None:
-    """Raise ConfigError for options that nothing among `names` uses, and for values that cannot be sampled with."""
+    """Raise ConfigError for options that nothing among `names` uses, for values that cannot be sampled with, and for a
+    benchmark whose package is not installed."""
     from tinsmith.cli.eval.tasks import is_own, is_rows
-    from tinsmith.rl.evaluation.libraries import is_inspect
+    from tinsmith.rl.evaluation.libraries import check_package, is_inspect
 
     benchmarks = [name for name in names if not is_own(name)]
     sampling.check(benchmarks=bool(benchmarks))
@@ -130,6 +131,8 @@ def _check(names: Sequence[str], sampling: Sampling, rewards: Sequence[str], of_
     if not any(map(is_rows, names)) and (rewards or of_rows):
         option = "--reward" if rewards else f"'{of_rows[0]}'"
         raise ConfigError(f"{option} is used by files of rows only, such as rows.jsonl.", "Leave it out.")
+    for name in benchmarks:
+        check_package(name)
 
 
 def _scores(
