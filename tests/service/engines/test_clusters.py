@@ -89,7 +89,7 @@ def test_vllm_that_does_not_start_leaves_no_process(tmp_path: Path) -> None:
 
     async def run() -> None:
         factory = ClusterFactory(ClusterConfig(), tmp_path)
-        with pytest.raises(EngineError, match="no memory left"):
+        with pytest.raises(EngineError, match="no memory for the cache"):
             await factory(EngineConfig(source="toy", kind="fake", sampler="vllm", vllm=vllm))
         assert set(psutil.Process().children()) <= before
         assert isinstance(factory._slots, LocalSlots)
