@@ -33,8 +33,10 @@ def listen(host: str, port: int, family: socket.AddressFamily = socket.AF_INET) 
 
 
 def refusal(response: httpx.Response, address: str) -> str:
-    """Why a Tinsmith server at `address` refused a request, in its own words if it gave any."""
+    """Why a Tinsmith server at `address` refused a request, in its own words if it gave any: the `detail` of the Tinker
+    API, or the message of the OpenAI API's `error`."""
     try:
-        return str(response.json()["detail"])
+        body = response.json()
+        return str(body["error"]["message"] if "error" in body else body["detail"])
     except (ValueError, KeyError, TypeError):
         return f"{address} responds with status {response.status_code}; is it a Tinsmith server?"

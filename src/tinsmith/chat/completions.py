@@ -1,4 +1,5 @@
-"""The completion request of the OpenAI API as the agent endpoint takes it, and the choices of its response."""
+"""The completion request of the OpenAI API as the agent endpoint takes it, the choices of its response, and the names
+of tokens that the service's responses have too."""
 
 from __future__ import annotations
 
@@ -28,6 +29,11 @@ class TextRequest(BaseModel):
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
     stream: Literal[False] = False
+
+    @property
+    def most_tokens(self) -> int:
+        """Largest number of tokens of a continuation."""
+        return self.max_tokens
 
     def prompts(self, encode: Callable[[str], list[int]]) -> list[list[int]]:
         """The tokens of each prompt. Raises Unsupported for likeliest tokens of a reply, which are not computed."""
@@ -78,14 +84,14 @@ def _logprobs(tokens: Sequence[ScoredToken]) -> dict[str, Any]:
         "tokens": [each.text for each in tokens],
         "token_logprobs": [each.logprob for each in tokens],
         "top_logprobs": [
-            None if each.logprob is None else _by_text([(each.token, each.text, each.logprob), *each.likeliest])
+            None if each.logprob is None else by_text([(each.token, each.text, each.logprob), *each.likeliest])
             for each in tokens
         ],
         "text_offset": offsets,
     }
 
 
-def _by_text(entries: Iterable[tuple[int, str, float]]) -> Mapping[str, float]:
+def by_text(entries: Iterable[tuple[int, str, float]]) -> Mapping[str, float]:
     """Logprobs by text, the token itself first. Of tokens with the same text, all but the first go by their id."""
     named: dict[str, tuple[int, float]] = {}
     for token, text, logprob in entries:

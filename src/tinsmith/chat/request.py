@@ -56,6 +56,11 @@ class ChatRequest(StreamedRequest):
     logprobs: bool = False
     return_token_ids: bool = False
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Largest number of tokens of a reply, by either of its names."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
     def template_tools(self) -> list[dict[str, Any]]:
         """Tools to render into the prompt. Raises BadRequest or Unsupported."""
         return parse_tools(self.tools, self.tool_choice)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from tinsmith.cli.service.weights import CheckpointChoice, SamplingServer
+from tinsmith.cli.service.weights import CheckpointChoice, SamplingServer, open_chat
 from tinsmith.errors import ConfigError
 from tinsmith.terminal import new_console
 
@@ -107,7 +107,8 @@ def _session(weights: ServedWeights, client: httpx.Client, console: Console, *, 
 
     encode, opened, settings = None, "", of_run.reply_settings(weights)
     if of_run.has_own_template(weights):
-        codec = asyncio.run(of_run.open_chat(weights))
+        own = of_run.template_settings(weights)
+        codec = asyncio.run(open_chat(weights.base, weights.path, weights.url, weights.key, **own))[1]
         encode = of_run.encoder(codec)
         settings = replace(settings, template_values={})  # the codec has them
         opened = opened_thinking(codec.decode(encode([{"role": "user", "content": "?"}])))

@@ -78,22 +78,10 @@ def has_own_template(weights: ServedWeights) -> bool:
     return bool(model.get("chat_template") or model.get("tokenizer"))
 
 
-async def open_chat(weights: ServedWeights) -> Chat:
-    """The tokenizer and the chat template of the run."""
-    from tinsmith.rl.policy.models import ModelConfig
-    from tinsmith.rl.policy.tinker_models import TinkerModels, base_model_of
-
+def template_settings(weights: ServedWeights) -> dict[str, Any]:
+    """The settings of the run's model that its tokenizer and chat template depend on."""
     model = _mapping(weights.settings.get("model"))
-    names = ("tokenizer", "chat_template", "chat_template_values")
-    base, url, key = weights.base, weights.url, weights.key
-    if base.startswith("tinker://"):
-        base = await base_model_of(weights.path, url, key)
-    config = ModelConfig(name=base, **{name: model[name] for name in names if name in model})
-    models = await TinkerModels.connect(config, url, key)
-    try:
-        return models.chat
-    finally:
-        await models.close()
+    return {name: model[name] for name in ("tokenizer", "chat_template", "chat_template_values") if name in model}
 
 
 def encoder(chat: Chat) -> Callable[[Messages], Sequence[int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -13,6 +12,7 @@ import httpx
 
 from tinsmith.chat.strict_json import encode_json
 from tinsmith.errors import ConfigError, EngineError, TinsmithError, UserError
+from tinsmith.http_common import refusal
 
 Messages = Sequence[Mapping[str, str]]
 """A conversation: role and content of each message."""
@@ -90,7 +90,7 @@ class ReplyStream:
             ) as response:
                 if response.is_error:
                     response.read()
-                    raise _refusal(response)
+                    raise _refused(response)
                 yield from _pieces(response.iter_lines())
         except httpx.HTTPError as error:
             raise self._lost(error) from error
@@ -102,7 +102,7 @@ class ReplyStream:
         except httpx.HTTPError as error:
             raise self._lost(error) from error
         if response.is_error:
-            raise _refusal(response)
+            raise _refused(response)
 
     def _lost(self, error: httpx.HTTPError) -> TinsmithError:
         """The error for a server that does not respond, or not to the end."""
@@ -140,9 +140,7 @@ def _pieces(lines: Iterator[str]) -> Iterator[ReplyPiece]:
     raise EngineError("The server ended the reply before it was complete.", "Its log says more.")
 
 
-def _refusal(response: httpx.Response) -> TinsmithError:
-    """The error for a response that is none, in the server's own words if it gave any."""
-    message = f"{response.url} responds with status {response.status_code}."
-    with suppress(ValueError, KeyError, TypeError):
-        message = str(response.json()["error"]["message"])
+def _refused(response: httpx.Response) -> TinsmithError:
+    """The error for a response that is none."""
+    message = refusal(response, str(response.url))
     return UserError(message) if response.is_client_error else EngineError(message)

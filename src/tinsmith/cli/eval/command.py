@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from tinsmith.cli.service.weights import CheckpointChoice, SamplingServer, find_weights, open_server, settings_among
+from tinsmith.cli.service.weights import (
+    CheckpointChoice,
+    SamplingServer,
+    find_weights,
+    open_chat,
+    open_server,
+    settings_among,
+)
 from tinsmith.errors import ConfigError
 from tinsmith.rl.evaluation.endpoint import Endpoint, Sampling
 from tinsmith.terminal import new_console
@@ -83,7 +90,8 @@ def evaluate(
         own = {name: own_config(name, target, sampling, reward, of_rows) for name in names if is_own(name)}
         address = open_server(stack, target, console, server)
         with waiting(console, f"Loading the tokenizer of {named}"):
-            base = asyncio.run(_save_tokenizer(*address, target, folder))
+            base, codec = asyncio.run(open_chat(target.config.model.name, target.path, *address))
+            codec.save_tokenizer(folder)
         endpoint = Endpoint(url=address[0], key=address[1], model=base, tokenizer=folder)
         models = [base] if not target.path else [target.path] if alone else [base, target.path]
         made = _scores(endpoint, names, list(dict.fromkeys(models)), own, sampling, console)
@@ -157,18 +165,3 @@ def _scores(
         for model in models:
             made[model] |= scores[model]
     return made
-
-
-async def _save_tokenizer(url: str, key: str, target: NamedWeights, folder: Path) -> str:
-    """Write the tokenizer of the base model to a folder. Returns its name, which the server knows for a checkpoint."""
-    from tinsmith.rl.policy.models import ModelConfig
-    from tinsmith.rl.policy.tinker_models import TinkerModels, base_model_of
-
-    base = target.config.model.name
-    name = await base_model_of(target.path, url, key) if base.startswith("tinker://") else base
-    models = await TinkerModels.connect(ModelConfig(name=name), url, key)
-    try:
-        models.chat.save_tokenizer(folder)
-    finally:
-        await models.close()
-    return name

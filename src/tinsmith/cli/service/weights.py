@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from tinsmith.rl.config import RunConfig
     from tinsmith.rl.history import RunCheckpoint, RunHistory
+    from tinsmith.rl.policy.chat import Chat
 
 
 @Parameter(name="*")
@@ -232,6 +233,20 @@ def open_server(
         )
     with waiting(console, f"Opening {target}"):
         return stack.enter_context(runner.own_server(config) if has_own else runner.server(config))
+
+
+async def open_chat(base: str, path: str, url: str, key: str, **settings: Any) -> tuple[str, Chat]:
+    """The name of the base model of weights at a server, and its tokenizer and chat template, with these settings of a
+    run's model. Raises UserError if the server does not have them."""
+    from tinsmith.rl.policy.models import ModelConfig
+    from tinsmith.rl.policy.tinker_models import TinkerModels, base_model_of
+
+    name = await base_model_of(path, url, key) if base.startswith("tinker://") else base
+    models = await TinkerModels.connect(ModelConfig(name=name, **settings), url, key)
+    try:
+        return name, models.chat
+    finally:
+        await models.close()
 
 
 def _check_at_rest(target: str, saved: RunCheckpoint) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from tinsmith.atomic import atomic_write
-from tinsmith.errors import ConfigError, Unreachable, UserError
+from tinsmith.errors import ConfigError, UserError
 from tinsmith.processes.start import start_watched_child
-from tinsmith.rl.evaluation.endpoint import REQUEST_FILE, Endpoint, Sampling
+from tinsmith.rl.evaluation.endpoint import PROGRAM_ERRORS, REQUEST_FILE, Endpoint, Sampling
 from tinsmith.rl.evaluation.libraries import is_inspect
 from tinsmith.rl.evaluation.scores import Attempt, Scores, estimates, from_json, measures, to_json
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
@@ -32,7 +32,6 @@ METRICS = "eval/benchmark"
 """Prefix of the metrics."""
 REPLY_TOKENS = 2048
 """Largest number of tokens of an answer where neither the run file nor the benchmark sets one."""
-_ERRORS = {kind.__name__: kind for kind in (ConfigError, Unreachable, UserError)}
 
 
 class Benchmark(Settings):
@@ -138,7 +137,8 @@ async def _in_program(benchmark: Benchmark, endpoint: Endpoint, seed: int, resul
         )
     values = json.loads(result.read_bytes())
     if "error" in values:
-        raise _ERRORS[values["error"]](values["message"], values["hint"])
+        kind = next(each for each in PROGRAM_ERRORS if each.__name__ == values["error"])
+        raise kind(values["message"], values["hint"])
     return from_json(values["scores"])
 
 

@@ -28,6 +28,8 @@ class Endpoint:
 
 REQUEST_FILE = "TINSMITH_BENCHMARK_REQUEST"
 """Variable with the file of the request to the program that runs a benchmark."""
+PROGRAM_ERRORS = (Unreachable, ConfigError, UserError)
+"""Kinds of errors that the program returns, the narrower ones first."""
 CONCURRENCY = 32
 """Open requests of a benchmark, at most."""
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith.atomic import atomic_write
-from tinsmith.errors import ConfigError, Unreachable, UserError
+from tinsmith.errors import UserError
 from tinsmith.rl.evaluation import libraries
-from tinsmith.rl.evaluation.endpoint import REQUEST_FILE, Endpoint, Sampling
+from tinsmith.rl.evaluation.endpoint import PROGRAM_ERRORS, REQUEST_FILE, Endpoint, Sampling
 from tinsmith.rl.evaluation.scores import to_json
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     try:
         result = {"scores": libraries.run(request["name"], Endpoint(**endpoint), Sampling(**sampling))}
     except UserError as error:
-        kind = next(each for each in (Unreachable, ConfigError, UserError) if isinstance(error, each))
+        kind = next(each for each in PROGRAM_ERRORS if isinstance(error, each))
         result = {"error": kind.__name__, "message": error.message, "hint": error.hint}
     atomic_write(Path(request["result"]), to_json(result))
 

@@ -41,11 +41,6 @@ class AgentChatRequest(ChatRequest):
     stop: str | list[str] | None = None
     top_logprobs: int = Field(0, ge=0, le=0)
 
-    @property
-    def most_tokens(self) -> int | None:
-        """Largest number of tokens of a reply, by either of its names."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
 
 def sampling_of(request: AgentChatRequest | TextRequest, defaults: SamplingConfig) -> SamplingConfig:
     """`defaults` with the settings of the request on top. Raises BadRequest."""
@@ -53,7 +48,7 @@ def sampling_of(request: AgentChatRequest | TextRequest, defaults: SamplingConfi
         "temperature": request.temperature,
         "top_p": request.top_p,
         "top_k": request.top_k,
-        "max_tokens": request.most_tokens if isinstance(request, AgentChatRequest) else request.max_tokens,
+        "max_tokens": request.most_tokens,
         "stop": (request.stop,) if isinstance(request.stop, str) else request.stop,
     }
     changed = {key: value for key, value in overrides.items() if value is not None}

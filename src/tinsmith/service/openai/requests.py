@@ -183,13 +183,12 @@ async def prepare_chat(service: Service, owner: str, body: ChatBody, size: int) 
     model, card, tokenizer = await _open_model(service, owner, body)
     with naming("messages"):
         ids, images, call_format = await service.decoders.run_in_thread(size, render_prompt, body, tokenizer, card)
-    longest = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     sample = build_sample_request(
         body,
         card,
         model,
         ids,
-        longest,
+        body.most_tokens,
         prompt_field="messages",
         topk_sample_logprobs=body.top_logprobs,
         images=images,

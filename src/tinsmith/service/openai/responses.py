@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tinsmith.chat.choice_decoder import ChoiceDecoder, FinishReason, TextDelta
+from tinsmith.chat.completions import by_text
 from tinsmith.chat.errors import ENDINGS, as_tinsmith_error, openai_error_of
 from tinsmith.chat.strict_json import encode_json
 from tinsmith.engine.base import SampledSequence, SampleResult, SequenceDelta, TopK
@@ -155,21 +156,11 @@ def _text_logprobs(call: PreparedRequest, choice: ChoiceDelta) -> dict[str, Any]
         "tokens": [token_key(call, token) for token in choice.tokens],
         "token_logprobs": list(choice.logprobs),
         "top_logprobs": [
-            None if p is None else _by_text(call, [(token, p), *top])
+            None if p is None else by_text((other, token_key(call, other), q) for other, q in [(token, p), *top])
             for token, p, top in zip(choice.tokens, choice.logprobs, tops, strict=True)
         ],
         "text_offset": list(choice.offsets),
     }
-
-
-def _by_text(call: PreparedRequest, entries: Iterable[tuple[int, float]]) -> dict[str, float]:
-    """Logprobs by text, the sampled token first. Of tokens with the same text, all but the first go by their id."""
-    named: dict[str, tuple[int, float]] = {}
-    for token, logprob in entries:
-        name = token_key(call, token)
-        name = name if named.get(name, (token,))[0] == token else f"token_id:{token}"
-        named.setdefault(name, (token, logprob))
-    return {name: logprob for name, (_, logprob) in named.items()}
 
 
 RenderChoice = Callable[[PreparedRequest, ChoiceDelta], dict[str, Any]]
