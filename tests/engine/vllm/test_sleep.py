@@ -192,6 +192,26 @@ def test_vllm_that_fails_to_sleep_or_wake_is_restarted(
     asyncio.run(main())
 
 
+def test_sample_that_waits_for_a_dead_vllm_moves(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """To break it: leave out `_check_open` in `VllmClient`."""
+
+    async def main() -> None:
+        async with sleeping(python, tmp_path, monkeypatch) as pair:
+            pair.trainer.go_on.clear()
+            passing = asyncio.create_task(pair.in_turns.run([]))
+            await until(lambda: "run" in pair.calls())
+            waiting = asyncio.create_task(pair.sampled())
+            await until(lambda: pair.pool.status()[0].requests == 1)
+            os.killpg(pair.server.pid, signal.SIGKILL)
+            await until(lambda: not pair.started[0].folder.exists())  # it is closed
+            pair.trainer.go_on.set()
+            await passing
+            assert await waiting == [21]
+            assert len(pair.started) == 2
+
+    asyncio.run(main())
+
+
 def test_vllm_is_restarted_in_its_own_turn(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The memory of a running pass is not free. To break it: leave out `turn` in
     `SharedGpu.launch`."""

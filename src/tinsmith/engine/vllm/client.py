@@ -173,7 +173,7 @@ class VllmClient:
         self._http = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections. Later calls raise EngineDied: a call may wait for its turn on a GPU until then."""
         await self._http.aclose()
 
     async def complete(
@@ -182,6 +182,7 @@ class VllmClient:
         """Sample from the model or adapter `name`. Raises EngineError if vLLM answers with an error."""
         body = request_body(request, card, name, stream=on_delta is not None)
         url, parser = f"{self._server.url}/v1/completions", CompletionParser(request)
+        await self._check_open()
         try:
             with self._server.sampling():
                 if on_delta is None:
@@ -207,11 +208,16 @@ class VllmClient:
         await self._post("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def _post(self, path: str, body: dict[str, str]) -> httpx.Response:
+        await self._check_open()
         try:
             with self._server.answered_in_time(f"{path} ({body['lora_name']})"):
                 return await self._http.post(self._server.url + path, json=body)
         except httpx.TransportError as error:
             raise await self._server.connection_lost() from error
+
+    async def _check_open(self) -> None:
+        if self._http.is_closed:
+            raise await self._server.connection_lost()
 
     async def _stream(self, url: str, body: dict[str, Any], parser: CompletionParser, on_delta: OnDelta) -> None:
         async with self._http.stream("POST", url, json=body) as response:
