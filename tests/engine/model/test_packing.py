@@ -77,6 +77,15 @@ def test_shared_prompt_of_a_group_is_packed_once() -> None:
     assert len(tree.tokens) == 100 + 8 * 2
 
 
+def test_row_for_each_turn_gives_the_jobs_of_whole_rows() -> None:
+    whole = [list(range(300)), [*range(100), *range(500, 700)]]
+    turns = [row[:stop] for row in whole for stop in range(50, 301, 50)]
+    by_turn, by_leaf = (pack(rows_of(*rows)).jobs for rows in (turns, whole))
+    assert [(job.start, job.stop, job.prefix) for job in by_turn] == [(0, 300, ()), (300, 500, ((0, 100),))]
+    for left, right in zip(by_turn, by_leaf, strict=True):
+        np.testing.assert_array_equal(left.mask, right.mask)
+
+
 def test_short_chunks_are_merged_into_one_job() -> None:
     short = pack(rows_of(*([1, 2, 3, 10 + number] for number in range(20))))
     long = pack(rows_of(*([number] * MAX_MERGED_QUERIES for number in range(4))))

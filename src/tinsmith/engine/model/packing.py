@@ -88,7 +88,8 @@ class AttentionJob:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The packed positions start..stop that one row added after its prefix `path` (packed positions)."""
+    """The packed positions start..stop that one row added after its prefix `path` (packed positions), and the rows that
+    extend it."""
 
     start: int
     stop: int
@@ -180,7 +181,9 @@ def pack(rows: Sequence[PackedRow]) -> PackedTree:
         shared = _common_prefix(previous, row) if previous is not None else 0
         path = index[previous.key][:shared] if previous is not None else np.empty(0, np.int64)
         start, total = total, total + len(row.tokens) - shared
-        if total > start:
+        if total > start and path.size and path[-1] == start - 1:  # it goes on where the previous row ended
+            chunks[-1] = replace(chunks[-1], stop=total)
+        elif total > start:
             chunks.append(Chunk(start, total, path))
         index[row.key] = np.concatenate([path, np.arange(start, total)])
         if spans and spans[-1].adapter == row.adapter:
