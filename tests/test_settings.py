@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from pydantic import Field
 
 from tinsmith.errors import ConfigError
-from tinsmith.settings import Settings, read
+from tinsmith.settings import Settings, read, to_yaml
 
 
 class Jsonl(Settings):
@@ -125,3 +129,19 @@ def test_missing_or_unreadable_file_is_named(run_file, tmp_path):
     assert "run.yaml cannot be read" in fault(run_file("steps: ["))
     with pytest.raises(ConfigError, match=r"run\.toml cannot be read"):
         read(Run, run_file("steps = = 3", "run.toml"))
+
+
+TEXTS = st.one_of(
+    st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"], exclude_characters="$?\ufeff")),
+    st.text("0123456789eE+-._xobnaif:", max_size=6),
+    st.sampled_from(("1e5", "-1E-4", "1_0e3", ".5e3", "null", "yes", "off", "~", "2026-11-26", "1:30", "0o7", "é", "🙂")),
+)
+VALUES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), TEXTS)
+
+
+@settings(max_examples=40)
+@given(st.dictionaries(TEXTS, st.recursive(VALUES, lambda each: st.lists(each) | st.dictionaries(TEXTS, each))))
+def test_written_values_are_read_back(values):
+    text = to_yaml(values)
+    assert OmegaConf.to_container(OmegaConf.create(text)) == values
+    assert yaml.load(text, yaml.CSafeLoader) == values

@@ -29,11 +29,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
+from typing_extensions import override
 
 from tinsmith.errors import ConfigError
 from tinsmith.overrides import COMMAND_LINE, annotation_forms, apply_overrides, override_key, section_forms
@@ -289,6 +291,24 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     if pairs is None:
         return {prefix[:-1]: tree}
     return {key: value for name, part in pairs for key, value in flatten(part, f"{prefix}{name}.").items()}
+
+
+class _Dumper(yaml.CSafeDumper):
+    """Writes what OmegaConf reads: a text such as 1e5, which it would read as a number, gets quotes."""
+
+    @override
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[\d._]+[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def to_yaml(values: Mapping[str, Any]) -> str:
+    """The values of settings as the text of a run file."""
+    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def writable_folder(folder: Path, key: str) -> Path:

@@ -124,9 +124,9 @@ def as_run_file(settings: RunConfig) -> str:
 
 
 def _yaml(values: dict[str, Any]) -> str:
-    from omegaconf import OmegaConf
+    from tinsmith.settings import to_yaml
 
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(values)))
+    return to_yaml(_escaped(values))
 
 
 def _plain(settings: RunConfig) -> dict[str, Any]:

@@ -70,6 +70,21 @@ def assert_equal_runs(first: Path, second: Path) -> None:
 FILE = {"type": "file"}
 
 
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a run in one process with some settings, which is made once."""
+    folders: dict[str, Path] = {}
+
+    def folder_of(**changes: Any) -> Path:
+        key = json.dumps(changes)
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp("one")
+            run(settings(folders[key], backoff=None, **changes))
+        return folders[key]
+
+    return folder_of
+
+
 def test_last_batch_is_logged_after_the_end_of_training(tmp_path, monkeypatch):
     """Training takes the last batch and ends before the sampler learns that the batch is stored."""
     replace, run_in_thread, report = SqlStore.compare_and_set, SqlStore._run_in_thread, BatchQueue._report
@@ -98,13 +113,12 @@ def test_last_batch_is_logged_after_the_end_of_training(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("staleness", "interval"), [(0, 1), (1, 1), (2, 3)])
 @pytest.mark.parametrize("kind", ["file", "sql"])
-def test_two_processes_equal_one_process(tmp_path, kind, staleness, interval):
+def test_two_processes_equal_one_process(tmp_path, one_process, kind, staleness, interval):
     how = {"staleness": staleness, "sync": {"interval": interval, "timeout": 100}}
     buffer = FILE if kind == "file" else {"type": "sql", "url": f"sqlite:///{tmp_path}/buffer.db"}
-    run(settings(tmp_path / "one", backoff=None, **how))
     sampled, state = together(tmp_path / "two", buffer=buffer, **how)
     assert (sampled, state.step) == (8, 8)
-    assert_equal_runs(tmp_path / "one", tmp_path / "two")
+    assert_equal_runs(one_process(**how), tmp_path / "two")
     sampled_rows = [
         json.loads(line) for line in (tmp_path / "two" / "explore" / "metrics.jsonl").read_text().splitlines()
     ]
@@ -136,9 +150,8 @@ def test_every_due_publication_is_made_besides_checkpoints(tmp_path):
 
 
 @pytest.mark.parametrize(("at", "calls"), [("train", 0), ("train", 4), ("save", 1), ("save_for_sampling", 3)])
-def test_killed_trainer_resumes_with_a_running_sampler(tmp_path, at, calls):
+def test_killed_trainer_resumes_with_a_running_sampler(tmp_path, one_process, at, calls):
     how = {"staleness": 1, "sync": {"timeout": 100}}
-    run(settings(tmp_path / "one", backoff=None, **how))
     left = [calls]
 
     async def connect(state: str, version: int) -> ScriptedPolicy:
@@ -163,7 +176,7 @@ def test_killed_trainer_resumes_with_a_running_sampler(tmp_path, at, calls):
         return state
 
     assert asyncio.run(main()).step == 8
-    assert_equal_runs(tmp_path / "one", tmp_path / "two")
+    assert_equal_runs(one_process(**how), tmp_path / "two")
 
 
 FILLED = {"filters": [{"type": "reward_std"}], "filter_refills": 20, "group_size": 2, "steps": 6}
@@ -171,9 +184,8 @@ FILLED = {"filters": [{"type": "reward_std"}], "filter_refills": 20, "group_size
 
 @pytest.mark.parametrize("batches", [1, 4])
 @pytest.mark.parametrize("more", [{"staleness": 1}, FILLED], ids=["ahead", "filled"])
-def test_killed_sampler_resumes_with_a_running_trainer(tmp_path, more, batches, monkeypatch):
+def test_killed_sampler_resumes_with_a_running_trainer(tmp_path, one_process, more, batches, monkeypatch):
     how = {"sync": {"timeout": 100}, **more}
-    run(settings(tmp_path / "one", backoff=None, **how))
     replace, left = SqlStore.compare_and_set, [batches]
 
     async def deadly(self: SqlStore, revision: int, state: Any, stored: Any = ()) -> bool:
@@ -193,7 +205,7 @@ def test_killed_sampler_resumes_with_a_running_trainer(tmp_path, more, batches, 
         return await trainer
 
     assert asyncio.run(main()).step == how.get("steps", 8)
-    assert_equal_runs(tmp_path / "one", tmp_path / "two")
+    assert_equal_runs(one_process(**how), tmp_path / "two")
 
 
 @pytest.mark.parametrize(

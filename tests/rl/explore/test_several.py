@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,17 @@ def asynchronously(work: Callable[[], Any]) -> Any:
     return asyncio.run(main())
 
 
-def alone(folder: Path, **changes: Any) -> None:
-    """The same run in one process."""
-    run(settings(folder, **{**BASE, **changes}), scripted(folder))
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The folder of the same run in one process, by its staleness."""
+
+    @cache
+    def folder_of(staleness: int) -> Path:
+        folder = tmp_path_factory.mktemp("one")
+        run(settings(folder, **BASE, staleness=staleness), scripted(folder))
+        return folder
+
+    return folder_of
 
 
 def begin_together(monkeypatch: pytest.MonkeyPatch, names: Collection[str]) -> None:
@@ -108,7 +117,7 @@ def begin_together(monkeypatch: pytest.MonkeyPatch, names: Collection[str]) -> N
     monkeypatch.setattr(Sampler, "_claim", claim)
 
 
-def test_three_samplers_equal_one_process(tmp_path, monkeypatch):
+def test_three_samplers_equal_one_process(tmp_path, alone, monkeypatch):
     machines = Machines(tmp_path, staleness=2)
     names = ("a", "b", "c")
     begin_together(monkeypatch, names)
@@ -119,8 +128,7 @@ def test_three_samplers_equal_one_process(tmp_path, monkeypatch):
         return counts
 
     assert max(asynchronously(main)) == 8
-    alone(tmp_path / "one", staleness=2)
-    assert_equal_runs(tmp_path / "one", tmp_path / "trainer")
+    assert_equal_runs(alone(2), tmp_path / "trainer")
     batches = [machines.sampled(name, name) for name in names]
     assert sorted(chain(*batches)) == list(range(1, 9))
     assert sorted(min(numbers) for numbers in batches) == [1, 2, 3]
@@ -145,7 +153,7 @@ def deadly(monkeypatch: pytest.MonkeyPatch, method: str, sampler: str, call: int
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize(("method", "call"), [("join", 1), ("_claim", 2), ("_put", 2)])
-def test_killed_sampler_continues_on_another_machine(tmp_path, monkeypatch, method, call, before):
+def test_killed_sampler_continues_on_another_machine(tmp_path, alone, monkeypatch, method, call, before):
     """Killed before or after it takes its name, claims a batch, or stores one."""
     deadly(monkeypatch, method, "b", call, before=before)
     machines = Machines(tmp_path, staleness=2)
@@ -158,8 +166,7 @@ def test_killed_sampler_continues_on_another_machine(tmp_path, monkeypatch, meth
 
     asynchronously(main)
     assert machines.trained() == EACH_TWICE
-    alone(tmp_path / "one", staleness=2)
-    assert_equal_runs(tmp_path / "one", tmp_path / "trainer")
+    assert_equal_runs(alone(2), tmp_path / "trainer")
 
 
 def test_refills_draw_no_task_twice(tmp_path):
@@ -203,7 +210,7 @@ def test_samplers_of_other_styles_take_each_task_once(tmp_path, style):
     assert machines.trained() == EACH_TWICE
 
 
-def test_stored_batch_of_a_killed_sampler_is_not_repeated(tmp_path, monkeypatch):
+def test_stored_batch_of_a_killed_sampler_is_not_repeated(tmp_path, alone, monkeypatch):
     """Killed when batch 2 is stored, and away while the trainer takes and deletes it."""
     deadly(monkeypatch, "_put", "a", 2, before=False)
     machines = Machines(tmp_path, staleness=1)
@@ -220,8 +227,7 @@ def test_stored_batch_of_a_killed_sampler_is_not_repeated(tmp_path, monkeypatch)
     asynchronously(main)
     assert machines.sampled("a", "a") == [1, 2]
     assert machines.sampled("another machine", "a") == list(range(3, 9))
-    alone(tmp_path / "one", staleness=1)
-    assert_equal_runs(tmp_path / "one", tmp_path / "trainer")
+    assert_equal_runs(alone(1), tmp_path / "trainer")
 
 
 def test_newest_process_of_a_name_takes_over(tmp_path):

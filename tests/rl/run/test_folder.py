@@ -17,17 +17,26 @@ from tinsmith.rl.run.loop import train
 from tinsmith.rl.run.state import RandomStates
 
 
-@pytest.mark.parametrize(
-    ("staleness", "interval", "method"),
-    [
-        (0, 1, "memory"),
-        (1, 1, "memory"),
-        (2, 1, "checkpoint"),
-        (0, 3, "memory"),
-        (1, 2, "checkpoint"),
-        (0, 10, "memory"),
-    ],
-)
+STYLES = [
+    (0, 1, "memory"),
+    (1, 1, "memory"),
+    (2, 1, "checkpoint"),
+    (0, 3, "memory"),
+    (1, 2, "checkpoint"),
+    (0, 10, "memory"),
+]
+
+
+@pytest.fixture(scope="module", params=STYLES, ids=str)
+def whole(request, tmp_path_factory):
+    """Settings of weights, and the folder of an uninterrupted run with them."""
+    staleness, interval, method = request.param
+    how = {"staleness": staleness, "sync": {"interval": interval, "method": method}}
+    folder = tmp_path_factory.mktemp("whole")
+    run(settings(folder, **how))
+    return how, folder
+
+
 @pytest.mark.parametrize(
     ("at", "calls"),
     [
@@ -41,16 +50,15 @@ from tinsmith.rl.run.state import RandomStates
         ("snapshot", 2),
     ],
 )
-def test_killed_run_resumes_with_equal_metrics(tmp_path, staleness, interval, method, at, calls):
-    how = {"staleness": staleness, "sync": {"interval": interval, "method": method}}
-    run(settings(tmp_path / "whole", **how))
-    broken = settings(tmp_path / "broken", **how)
+def test_killed_run_resumes_with_equal_metrics(tmp_path, whole, at, calls):
+    how, uninterrupted = whole
+    broken = settings(tmp_path, **how)
     with pytest.raises(Killed):
-        run(broken, breaking(tmp_path / "broken", calls=calls, at=at))
+        run(broken, breaking(tmp_path, calls=calls, at=at))
     assert run(broken).step == 8
-    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
-    for file in (tmp_path / "whole" / "rollouts").iterdir():
-        assert (tmp_path / "broken" / "rollouts" / file.name).read_text() == file.read_text()
+    assert rows(tmp_path) == rows(uninterrupted)
+    for file in (uninterrupted / "rollouts").iterdir():
+        assert (tmp_path / "rollouts" / file.name).read_text() == file.read_text()
 
 
 def test_global_random_states_are_restored():

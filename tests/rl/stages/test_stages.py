@@ -100,6 +100,14 @@ def test_each_stage_starts_from_the_previous_weights(tmp_path):
     assert state.reference.startswith(str(tmp_path / "run" / "weights" / "last" / "start"))
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The folder of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("stages") / "whole"
+    run(staged_settings(folder))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("at", "calls"),
     [
@@ -116,14 +124,13 @@ def test_each_stage_starts_from_the_previous_weights(tmp_path):
         ("snapshot", 14),
     ],
 )
-def test_run_killed_in_any_stage_resumes_with_equal_metrics(tmp_path, at, calls):
-    run(staged_settings(tmp_path / "whole"))
+def test_run_killed_in_any_stage_resumes_with_equal_metrics(tmp_path, whole, at, calls):
     broken = staged_settings(tmp_path / "broken")
     with pytest.raises(Killed):
         run(broken, Policies(tmp_path / "broken", at, calls))
     run(broken)
     for folder in FOLDERS:
-        assert rows(tmp_path / "broken" / folder) == rows(tmp_path / "whole" / folder)
+        assert rows(tmp_path / "broken" / folder) == rows(whole / folder)
 
 
 BENCH = {"name": "try", "mode": "bench", "eval": {"temperature": 1.0, "num_samples": 4}}

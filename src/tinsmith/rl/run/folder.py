@@ -31,7 +31,7 @@ from tinsmith.rl.run.state import (
     read_state_file,
     write_state,
 )
-from tinsmith.settings import flatten, writable_folder
+from tinsmith.settings import flatten, to_yaml, writable_folder
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class RunFolder:
         except BaseException:
             lock.close()
             raise
-        atomic_write(own.settings, OmegaConf.to_yaml(OmegaConf.create(dict(settings))).encode())
+        atomic_write(own.settings, to_yaml(settings).encode())
         if not part:
             for file in layout.unfinished():
                 file.unlink(missing_ok=True)

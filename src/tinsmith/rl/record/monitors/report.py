@@ -31,7 +31,7 @@ from tinsmith.rl.record.monitors.base import Monitor, RunInfo
 from tinsmith.rl.record.monitors.charts import Curve, smooth, svg
 from tinsmith.rl.record.monitors.jsonl import read_metrics, read_rollouts
 from tinsmith.rl.types import Group
-from tinsmith.settings import Settings
+from tinsmith.settings import Settings, to_yaml
 
 _SHOWN = 12
 """Number of held-out tasks that are shown with their first and last replies."""
@@ -82,7 +82,7 @@ def write(info: RunInfo, refresh: float = 0.0) -> Path:
     diagnosis = diagnose(info.settings, rows)
     page = _template().render(
         info=info,
-        settings=_settings(info.settings),
+        settings=to_yaml(info.settings),
         refresh=round(refresh),
         diagnosis=diagnosis,
         cards=_cards(info, rows, diagnosis.updates),
@@ -210,12 +210,6 @@ def _first_by_task(file: Path) -> dict[str, dict[str, Any]]:
     for rollout in read_rollouts(file):
         first.setdefault(rollout["task"], rollout)
     return first
-
-
-def _settings(settings: Mapping[str, Any]) -> str:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.create(dict(settings)))
 
 
 def _span(points: Sequence[tuple[float, float]], digits: int) -> str:
