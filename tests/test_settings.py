@@ -134,7 +134,9 @@ def test_missing_or_unreadable_file_is_named(run_file, tmp_path):
 TEXTS = st.one_of(
     st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"], exclude_characters="$?\ufeff")),
     st.text("0123456789eE+-._xobnaif:", max_size=6),
-    st.sampled_from(("1e5", "-1E-4", "1_0e3", ".5e3", "null", "yes", "off", "~", "2026-11-26", "1:30", "0o7", "é", "🙂")),
+    st.sampled_from(
+        ("1e5", "-1E-4", "1_0e3", ".5e3", "null", "yes", "off", "~", "2026-11-26", "1:30", "0o7", "é", "🙂")
+    ),
 )
 VALUES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), TEXTS)
 

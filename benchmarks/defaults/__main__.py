@@ -114,8 +114,8 @@ def outcome(name: str, folder: Path) -> Outcome | None:
 def write_results(out: Path) -> None:
     """Write the outcomes of all runs in `out` as JSON and as a table, beside those of runs that are not there."""
     stored = json.loads(RESULTS.with_suffix(".json").read_text())["runs"]
-    known = {each.name: each for each in (Outcome(**run) for run in stored)}
-    outcomes = [each for name in KINDS if (each := outcome(name, out / name) or known.get(name))]
+    before = {each.name: each for each in (Outcome(**run) for run in stored)}
+    outcomes = [each for name in KINDS if (each := outcome(name, out / name) or before.get(name))]
     learned = sum(each.learned for each in outcomes)
     others = ", ".join(name for name in KINDS if name not in [each.name for each in outcomes])
     missing = f" Not measured: {others}." if others else ""

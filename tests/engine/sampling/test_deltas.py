@@ -15,6 +15,8 @@ from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.engine.processes.client import start_local
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 @pytest.fixture(scope="module", params=("fake", "torch", "remote"))
 def any_engine(request: pytest.FixtureRequest, tiny_llama: Path, wait: Any) -> Iterator[Any]:

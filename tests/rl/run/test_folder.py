@@ -16,7 +16,6 @@ from tinsmith.rl.run.folder import RunFolder
 from tinsmith.rl.run.loop import train
 from tinsmith.rl.run.state import RandomStates
 
-
 STYLES = [
     (0, 1, "memory"),
     (1, 1, "memory"),
