@@ -157,8 +157,8 @@ def _run(file: RunConfig, settings: RunConfig, console: Console) -> tuple[RunCon
 def debug(*words: FileAndOverrides, config: Config = None, plugin_dir: PluginDir = None) -> None:
     """Run one task of a run file once and show its messages, tokens, logprobs, reward and timing. Trains nothing."""
     import asyncio
-    from tempfile import TemporaryDirectory
 
+    from tinsmith.cli.service.folder import temporary_folder
     from tinsmith.dialects import read_run
     from tinsmith.rl import debug as single_task
     from tinsmith.runner import connecting_to
@@ -167,8 +167,8 @@ def debug(*words: FileAndOverrides, config: Config = None, plugin_dir: PluginDir
     console = new_console()
     run_file = read_run(file, with_plugins(overrides, plugin_dir))
     print_notes(run_file, console)
-    with TemporaryDirectory() as folder, ExitStack() as stack:
-        settings = run_file.settings.model_copy(update={"folder": folder})
+    with temporary_folder() as folder, ExitStack() as stack:
+        settings = run_file.settings.model_copy(update={"folder": str(folder)})
         stage = settings.stage_config(1, "") if settings.stages else settings
         connect = connecting_to(settings, stack, console)(stage)
         single_task.show_rollout(asyncio.run(single_task.debug_rollout(stage, connect)), console)

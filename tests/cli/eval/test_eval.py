@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tinsmith.cli.eval.command import evaluate
+from tinsmith.cli.service.folder import temporary_folder
+from tinsmith.cli.service.weights import find_weights
 from tinsmith.errors import ConfigError
 from tinsmith.rl.evaluation.endpoint import Sampling
 
@@ -42,6 +44,29 @@ def test_folder_without_a_run_or_a_model_is_refused(tmp_path, monkeypatch):
     monkeypatch.delenv("TINKER_BASE_URL", raising=False)
     with pytest.raises(ConfigError, match="neither the folder of a run nor of a model"):
         evaluate(str(tmp_path), "gsm8k")
+
+
+@pytest.mark.parametrize(("name", "fix"), [("runs/on", "Did you mean 'one'?"), ("./no", "Name the folder of a run")])
+def test_folder_that_does_not_exist_is_no_hub_id(tmp_path, monkeypatch, name, fix):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "run.yaml").write_text("{}")
+    with pytest.raises(ConfigError, match=f"There is no folder {name}") as error:
+        find_weights(name, [], tmp_path)
+    assert fix in error.value.hint
+    with pytest.raises(ConfigError, match=f"There is no folder {name}"):
+        evaluate(name)
+    assert find_weights("runs-of/model", [], tmp_path).config.model.name == "runs-of/model"
+
+
+def test_folder_that_an_error_names_stays():
+    with temporary_folder() as removed:
+        (removed / "serve.log").touch()
+    with pytest.raises(ConfigError), temporary_folder() as kept:
+        raise ConfigError("The service did not start.", f"Its log is {kept}/serve.log.")
+    assert not removed.exists()
+    assert kept.is_dir()
+    kept.rmdir()
 
 
 TASK = """
@@ -80,7 +105,8 @@ def test_benchmark_on_local_data(tmp_path, monkeypatch, capsys, tiny_llama, pack
     (tmp_path / "local_sums.yaml").write_text(TASK.format(rows=rows))
     (tmp_path / "sums.py").write_text(INSPECT.format(rows=str(rows)))
     name = {"lm_eval": "local_sums", "inspect_ai": "sums.py@local_sums"}[package]
-    sampling = Sampling(include=tmp_path, samples=2, temperature=1.0, max_tokens=4)
+    include = tmp_path if package == "lm_eval" else None  # tasks of Inspect name their file
+    sampling = Sampling(include=include, samples=2, temperature=1.0, max_tokens=4)
     evaluate("tiny", name, "service.engine=fake", f"service.source={tiny_llama}", sampling=sampling, json_=True)
     scores = json.loads(capsys.readouterr().out)
     assert {row["measure"] for row in scores} >= {"avg@2", "pass@2"}

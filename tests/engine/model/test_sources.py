@@ -106,8 +106,14 @@ def test_process_does_not_wait_for_ever_for_another(tmp_path: Path, monkeypatch:
     ("failure", "message"),
     [
         (HFValidationError("Repo id must use alphanumeric chars"), "'no/such' is neither a folder nor a hub id."),
-        (RepositoryNotFoundError("404", response=NOT_FOUND), "The hub has no model 'no/such', or does not let you"),
-        (LocalEntryNotFoundError("a paragraph"), "cannot be downloaded from the hub: OSError: no network Check"),
+        (
+            RepositoryNotFoundError("404", response=NOT_FOUND),
+            "There is no folder 'no/such', and the hub has no such model",
+        ),
+        (
+            LocalEntryNotFoundError("a paragraph"),
+            "no folder 'no/such', and it cannot be downloaded from the hub: OSError: no network",
+        ),
     ],
 )
 def test_failed_downloads_say_what_is_wrong(monkeypatch: pytest.MonkeyPatch, failure: Exception, message: str) -> None:

@@ -10,12 +10,11 @@ import io
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from tinsmith.cli.service.folder import temporary_folder
 from tinsmith.cli.service.weights import CheckpointChoice, SamplingServer, open_chat
 from tinsmith.errors import ConfigError
 from tinsmith.terminal import new_console
@@ -78,7 +77,7 @@ def chat(
     in_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     console = new_console(stderr=not in_terminal, soft_wrap=True, highlight=False)
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory()))
+        folder = stack.enter_context(temporary_folder())
         weights = open_weights(stack, target[0], overrides, folder, console, server=server, choice=choice)
         client = stack.enter_context(server_client(weights.url, weights.key))
         session = _session(weights, client, console, in_terminal=in_terminal)

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from tinsmith.cli.service.folder import temporary_folder
 from tinsmith.cli.service.weights import (
     CheckpointChoice,
     SamplingServer,
@@ -83,7 +83,7 @@ def evaluate(
     named, names, settings, of_rows = _parsed(words)
     console = new_console(stderr=True, soft_wrap=True)
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory()))
+        folder = stack.enter_context(temporary_folder())
         target = find_weights(named, settings, folder, choice)
         names = names or [_own_file(named, target)]
         _check(names, sampling, reward, of_rows)
@@ -109,8 +109,9 @@ def _parsed(words: Sequence[str]) -> tuple[str, list[str], list[str], list[str]]
     others, overrides = settings_among(words, "eval", ("model", "service", "tasks"))
     target, *names = others or [""]
     if not target or (not names and not Path(target).is_dir()):
+        missing = f" There is no folder {target}." if target else ""
         raise ConfigError(
-            "tinsmith eval needs what to evaluate, and a benchmark or tasks.",
+            f"tinsmith eval needs what to evaluate, and a benchmark or tasks.{missing}",
             "Example: tinsmith eval runs/addition gsm8k rows.jsonl",
         )
     of_rows = [word for word in overrides if word.partition(".")[0] == "tasks"]

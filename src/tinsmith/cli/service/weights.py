@@ -156,6 +156,7 @@ def _checkpoint_of(target: str, choice: CheckpointChoice) -> RunCheckpoint | Non
     from tinsmith.rl.history import RunHistory, find_checkpoint
 
     folder = Path(target)
+    _check_folder(target)
     if target.startswith("tinker://") or not folder.is_dir() or (folder / "config.json").exists():
         if choice.stage or choice.checkpoint:
             option = "--stage" if choice.stage else "--checkpoint"
@@ -170,6 +171,18 @@ def _checkpoint_of(target: str, choice: CheckpointChoice) -> RunCheckpoint | Non
             f"{target} is neither the folder of a run nor of a model.", "Name one that has run.yaml or config.json."
         ) from error
     return find_checkpoint(_stage_of(run, choice.stage), choice.checkpoint)
+
+
+def _check_folder(target: str) -> None:
+    """Raise ConfigError for a folder that does not exist: a path such as ./model, or one in a folder of runs. Other
+    names may be those of a model at a server or on the hub."""
+    from tinsmith.settings import did_you_mean
+
+    folder = Path(target)
+    runs = [run.parent.name for run in folder.parent.glob("*/run.yaml")] if folder.parent != Path() else []
+    if not folder.exists() and (target.startswith(".") or runs):
+        hint = did_you_mean(folder.name, runs) or "Name the folder of a run or of a model, or a model of the hub."
+        raise ConfigError(f"There is no folder {target}.", hint)
 
 
 def _stage_of(run: RunHistory, name: str) -> RunHistory:

@@ -109,12 +109,12 @@ def _download_error(source: str, error: Exception) -> ConfigError:
 
     if isinstance(error, RepositoryNotFoundError):  # also for a model that is gated
         return ConfigError(
-            f"The hub has no model '{source}', or does not let you read it.",
+            f"There is no folder '{source}', and the hub has no such model, or does not let you read it.",
             "Check the name. For a private or gated model, set HF_TOKEN to a token that may read it.",
         )
     reason = error.__cause__ or error  # the hub's error for a failed connection is a paragraph about its local cache
     return ConfigError(
-        f"'{source}' is not on this machine and cannot be downloaded from the hub: {type(reason).__name__}: {reason}",
+        f"There is no folder '{source}', and it cannot be downloaded from the hub: {type(reason).__name__}: {reason}",
         "Check the network, or give a local folder with the model: NAME=FOLDER.",
     )
 
