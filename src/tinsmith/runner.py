@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +41,7 @@ from tinsmith.rl.stages import run_stages
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import END_S, embedded
 from tinsmith.service.storage.folder_lock import is_locked
-from tinsmith.settings import changed_keys
+from tinsmith.settings import build, changed_keys
 from tinsmith.terminal import in_notebook, new_console, waiting
 
 
@@ -65,15 +65,16 @@ class TrainResult:
     """What its metrics say about whether it learned: the number of updates, and findings."""
 
 
-def train(run: RunConfig | Path | str, *overrides: str) -> TrainResult:
-    """Train a run file to its end, or resume it, as `tinsmith run` does.
+def train(run: RunConfig | Path | str | None = None, *overrides: str, **settings: Any) -> TrainResult:
+    """Train a run to its end, or resume it, as `tinsmith run` does.
 
-    `run` is a file in any supported format, or a RunConfig; `overrides` are settings such as "steps=20". It may be
-    called in a notebook, and wherever else an event loop runs. Raises TinsmithError.
+    `run` is a file in any supported format, or a RunConfig; `overrides` are settings such as "steps=20". Without a
+    `run`, keywords are the keys of a run file. It may be called in a notebook, and wherever else an event loop runs.
+    Raises TinsmithError.
 
     Example: train("addition.yaml", "steps=20").sampling_path
     """
-    return train_config(_config(run, overrides), _console())
+    return train_config(_config(run, overrides, settings), _console())
 
 
 def train_config(config: RunConfig, console: Console) -> TrainResult:
@@ -92,14 +93,14 @@ def train_config(config: RunConfig, console: Console) -> TrainResult:
 
 
 @asynccontextmanager
-async def open_run(run: RunConfig | Path | str, *overrides: str) -> AsyncIterator[Run]:
+async def open_run(run: RunConfig | Path | str | None = None, *overrides: str, **settings: Any) -> AsyncIterator[Run]:
     """A run that is ready for its next step, for a training loop of one's own. Arguments as of `train`; a run in stages
     has no single loop and is refused. At `time_limit`, `run.next_batch` raises StopRequested; `run.stop_after(step)`
     then saves a checkpoint.
 
     Example: async with open_run("addition.yaml") as run: ...
     """
-    config, console = _config(run, overrides), _console()
+    config, console = _config(run, overrides, settings), _console()
     if config.stages:
         raise ConfigError("A run in stages cannot be opened as one run.", "Use train, or a file without stages.")
     with ExitStack() as stack:
@@ -109,7 +110,18 @@ async def open_run(run: RunConfig | Path | str, *overrides: str) -> AsyncIterato
             yield opened
 
 
-def _config(run: RunConfig | Path | str, overrides: tuple[str, ...]) -> RunConfig:
+def _config(run: RunConfig | Path | str | None, overrides: tuple[str, ...], settings: Mapping[str, Any]) -> RunConfig:
+    if run is None and not settings:
+        raise ConfigError(
+            "Nothing says what to train.", 'Name a run file, or give its keys: model={"name": …}, tasks=…'
+        )
+    if run is None:
+        run = build(RunConfig, settings, "arguments")
+    elif settings:
+        raise ConfigError(
+            f"Keywords, such as {next(iter(settings))}, are the settings of a run without a file.",
+            'Change a file by overrides, such as "steps=20".',
+        )
     if isinstance(run, RunConfig):
         if overrides:
             raise ConfigError(

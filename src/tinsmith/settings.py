@@ -419,11 +419,21 @@ def _has_type(kind: type[BaseModel], place: Sequence[Any]) -> bool:
     return any("type" in model.model_fields for parent in parents for model in _models_under(parent, parts[-1]))
 
 
+def _needed_key(kind: type[BaseModel], place: Sequence[Any]) -> str:
+    """The one key of the section at a place that has no default; empty if there is none, or if there are several."""
+    parts, parents = _walk(kind, [str(part) for part in place if not isinstance(part, int)])
+    sections = {model for parent in parents for model in _models_under(parent, parts[-1])}
+    needed = [name for model in sections for name, field in model.model_fields.items() if field.is_required()]
+    return needed[0] if len(needed) == 1 else ""
+
+
 def _expected(kind: type[BaseModel], fault: ErrorDetails) -> str:
-    """What a key takes; of sections with a type, an example with the type that was given alone."""
+    """What a key takes; of sections with a type, an example with the type that was given alone, and of others one with
+    the key that is needed."""
     expected, name = _EXPECTED[fault["type"]], fault["input"]
     if not (isinstance(name, str) and name.isidentifier() and _has_type(kind, fault["loc"])):
-        return expected
+        needed = _needed_key(kind, fault["loc"])
+        return expected.replace("{a: 1}", f"{{{needed}: {name}}}") if needed and isinstance(name, str) else expected
     return expected.replace(_LIST, f"a list, such as [{{type: {name}}}]").replace("{a: 1}", f"{{type: {name}}}")
 
 

@@ -62,11 +62,11 @@ def test_folder_that_does_not_exist_is_no_hub_id(tmp_path, monkeypatch, name, fi
 def test_folder_that_an_error_names_stays():
     with temporary_folder() as removed:
         (removed / "serve.log").touch()
-    with pytest.raises(ConfigError), temporary_folder() as kept:
-        raise ConfigError("The service did not start.", f"Its log is {kept}/serve.log.")
+    with pytest.raises(ConfigError), temporary_folder() as folder:
+        raise ConfigError("The service did not start.", f"Its log is {folder}/serve.log.")
     assert not removed.exists()
-    assert kept.is_dir()
-    kept.rmdir()
+    assert folder.is_dir()
+    folder.rmdir()
 
 
 TASK = """

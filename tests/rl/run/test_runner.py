@@ -1,4 +1,4 @@
-"""A run that starts a service of its own: checkpoints that this service cannot have are refused before it starts."""
+"""Runs from Python, and runs that start a service of their own: what they refuse before it starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
-from tinsmith.runner import check_checkpoints, server
+from tinsmith.runner import check_checkpoints, server, train
 
 STATE, SAMPLER = "tinker://abc:train:0/weights/step-000003", "tinker://abc:train:0/sampler_weights/final"
 
@@ -66,3 +66,29 @@ def test_checkpoints_that_may_exist_are_accepted(tmp_path, state_file, monkeypat
     (tmp_path / "branch" / "service").rmdir()
     monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:1")
     check_checkpoints(run)
+
+
+@pytest.mark.parametrize(
+    ("run", "keywords", "error"),
+    [
+        ((), {}, "Nothing says what to train. Name a run file"),
+        (("run.yaml",), {"steps": 20}, r'Keywords, such as steps, .* by overrides, such as "steps=20"'),
+        ((), {"model": "tiny/model"}, r"arguments: 'model' takes keys with values, such as \{name: tiny/model\}"),
+        ((), {"reward_funcs": [len]}, "arguments: there is no key 'reward_funcs'.*here: rewards"),
+        (("steps=20",), {}, "There is no file steps=20"),
+    ],
+)
+def test_train_refuses_arguments_that_are_no_run(run, keywords, error):
+    with pytest.raises(ConfigError, match=error):
+        train(*run, **keywords)
+
+
+def test_keywords_are_the_settings_of_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("tinsmith.runner.train_config", lambda config, _: config)
+
+    def short(task, rollout):
+        return 1.0
+
+    run = settings(tmp_path, rewards=[short])
+    values = {"model": {"name": "tiny"}, "tasks": {"train": {"type": "addition"}}, "steps": 4, "rewards": [short]}
+    assert train(**values, folder=str(tmp_path / "branch")) == run.model_copy(update={"name": "run"})
