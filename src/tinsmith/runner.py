@@ -27,7 +27,7 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.rl.diagnosis import Diagnosis, diagnose
 from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.guards import event_loop
-from tinsmith.rl.history import RunHistory, data_folder
+from tinsmith.rl.history import RunHistory, data_folder, find_checkpoint
 from tinsmith.rl.policy.sdk import capabilities
 from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.rl.policy.tinker import TinkerTrainer
@@ -205,6 +205,7 @@ def starts_service(settings: RunConfig) -> bool:
 @contextmanager
 def server(settings: RunConfig) -> Iterator[tuple[str, str]]:
     """The base URL and API key of the server to use; started here if no URL is set."""
+    check_checkpoints(settings)
     base_url = _address(settings)
     if base_url:
         if unused := changed_keys(settings.service):
@@ -217,7 +218,6 @@ def server(settings: RunConfig) -> Iterator[tuple[str, str]]:
             f"mode {settings.mode} is one of two processes and needs a server that both can reach.",
             "Start one with tinsmith serve, and set TINKER_BASE_URL and TINKER_API_KEY for both.",
         )
-    check_checkpoints(settings)
     with own_server(settings) as address:
         yield address
 
@@ -236,7 +236,12 @@ def own_server(settings: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def check_checkpoints(settings: RunConfig) -> None:
-    """Raise ConfigError for a checkpoint of another server, where the run is to start a service, which has none yet."""
+    """Raise ConfigError for the folder of a run in place of its checkpoint, and for a checkpoint of another server
+    where the run is to start a service, which has none yet."""
+    texts = list(_texts_in(settings.model_dump(mode="json", exclude_defaults=True)))
+    for key, text in texts:
+        if key.rpartition(".")[2] in _OF_MODELS and Layout(Path(text)).settings.is_file():
+            raise _run_folder_error(key, Path(text))
     if _address(settings) or own_service(settings).data.exists():
         return
     if settings.resume_from.endswith(".json"):
@@ -248,7 +253,7 @@ def check_checkpoints(settings: RunConfig) -> None:
                 f"Serve it: tinsmith serve --data {data} --model {settings.model.name}; then set TINKER_BASE_URL for "
                 f"this run, and TINKER_API_KEY to the key in {data}/api-key.",
             )
-    for key, path in _checkpoints_in(settings.model_dump(mode="json", exclude_defaults=True)):
+    for key, path in ((key, text) for key, text in texts if _CHECKPOINT.fullmatch(text)):
         raise ConfigError(
             f"{key}: {path} is a checkpoint of a server, and this run would start a service of its own without any.",
             "Set TINKER_BASE_URL and TINKER_API_KEY to the server that has it. Of a run that started its own: "
@@ -256,21 +261,35 @@ def check_checkpoints(settings: RunConfig) -> None:
         )
 
 
+def _run_folder_error(key: str, folder: Path) -> ConfigError:
+    """The error for the folder of a run where a model is named, with the path of its checkpoint."""
+    run = RunHistory.open(folder)
+    saved = find_checkpoint(run)
+    path = saved.path if key.endswith("load_from") else saved.sampling_path
+    data = data_folder(saved.run)
+    serve = f" It is on the service of that run: tinsmith serve --data {data}" if data else ""
+    return ConfigError(
+        f"{key}: {folder} is the folder of a run, and a model is named by its path.", f"Write {path}.{serve}"
+    )
+
+
+_OF_MODELS = ("model", "reference", "teacher", "load_from")
+"""Names of settings that are models of the run's server."""
 _CHECKPOINT = re.compile(r"tinker://[^/\s]+/(sampler_)?weights/\S+")
 
 
-def _checkpoints_in(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Keys of settings and the checkpoints of the run's server that they name; arguments of one's own code, and
+def _texts_in(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Keys of settings and the texts there, which may name models of the run's server; arguments of one's own code, and
     sections with a server of their own, may mean others."""
-    if isinstance(values, str) and _CHECKPOINT.fullmatch(values):
+    if isinstance(values, str):
         yield key, values
     elif isinstance(values, list):
         for number, value in enumerate(values):
-            yield from _checkpoints_in(value, f"{key}.{number}")
+            yield from _texts_in(value, f"{key}.{number}")
     elif isinstance(values, dict) and not values.get("base_url"):
         for name, value in values.items():
             if name not in ("args", "data"):
-                yield from _checkpoints_in(value, f"{key}.{name}".removeprefix("."))
+                yield from _texts_in(value, f"{key}.{name}".removeprefix("."))
 
 
 def takes_images(settings: RunConfig) -> bool | None:

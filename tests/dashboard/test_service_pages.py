@@ -39,6 +39,7 @@ def test_page_shows_models_tenants_and_sessions(tmp_path: Path) -> None:
         await app.result((await app.send("POST", "/api/v1/forward_backward", pass_body(model, 1))).json())
         page = (await http.get("/dashboard/service")).text
         assert "<td>toy</td>" in page
+        assert '<th class="num">trained/s</th>' in page
         assert model.partition(":")[0] in page
         [tenant] = (await ServiceClient("http://t", KEY, httpx.ASGITransport(create_app(app.service))).state()).tenants
         assert (tenant["owner"], tenant["models"]) == ("local", 1)
@@ -117,8 +118,13 @@ def test_refused_keys_are_said() -> None:
 def test_throughput_is_the_difference_of_samples() -> None:
     throughput = Throughput()
     for now, tokens in ((0.0, 100.0), (1.0, 500.0), (10.0, 600.0), (20.0, 1600.0)):
-        throughput.add(now, {"sample": tokens})
+        throughput.add(now, {("a", "sample"): tokens, ("b", "sample"): 2 * tokens, ("b", "forward_backward"): tokens})
     chart = throughput.chart()
-    assert (chart["steps"], chart["lines"][0]["values"]) == ([10.0, 20.0], [50.0, 100.0])
-    throughput.add(30.0, {"sample": 5.0})  # a server that was started again
+    assert (chart["steps"], chart["lines"][1]["values"]) == ([10.0, 20.0], [150.0, 300.0])
+    assert [throughput.per_second(model, "sample") for model in ("a", "b", "none")] == [75.0, 150.0, 0.0]
+    assert throughput.per_second("b", "forward_backward") == 75.0
+    throughput.add(100.0, {("a", "sample"): 2400.0, ("b", "sample"): 3200.0, ("b", "forward_backward"): 1600.0})
+    assert throughput.per_second("a", "sample") == 10.0  # between the last two, which are over a minute apart
+    throughput.add(30.0, {("b", "sample"): 5.0})  # a server that was started again
     assert throughput.chart()["lines"] == []
+    assert throughput.per_second("b", "sample") is None

@@ -119,21 +119,25 @@ def _loss_lines(stage: RunConfig, *, gradients: bool) -> Iterator[str]:
     """Try the policy loss of a stage. Raises ConfigError if it fails, or if its gradient is not that of its value."""
     from tinsmith.imports import require_torch
     from tinsmith.rl.algorithms.gradient_check import check_gradient, try_loss
+    from tinsmith.rl.algorithms.losses.user_code import CustomLoss
+    from tinsmith.rl.plugins import path_text
 
     algorithm = stage.algorithm
     require_torch("checking a policy loss")
     if not gradients:
         try_loss(algorithm.loss)
         return
+    loss = algorithm.loss
+    name = path_text(loss.path).rpartition(":")[2] if isinstance(loss, CustomLoss) else loss.type
     check = check_gradient(algorithm.loss, algorithm.aggregate, pairs=algorithm.learns_from == "pairs")
     if not check.equal:
         raise ConfigError(
-            f"The gradient of algorithm.loss {algorithm.loss.type} is {check.gradient:.6g} at a token where finite "
+            f"The gradient of algorithm.loss {name} is {check.gradient:.6g} at a token where finite "
             f"differences give {check.differences:.6g}.",
             "Correct its backward; values that are constants are those of detach() and torch.no_grad().",
         )
     yield (
-        f"gradient of algorithm.loss {algorithm.loss.type}: equal to finite differences at {check.tokens} random "
+        f"gradient of algorithm.loss {name}: equal to finite differences at {check.tokens} random "
         f"tokens (largest difference {check.error:.1g} of the largest gradient)"
     )
 

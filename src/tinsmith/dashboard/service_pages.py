@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from tinsmith.dashboard.access import Access
 from tinsmith.dashboard.pages import Pages
-from tinsmith.dashboard.service_state import ServiceClient, ServiceState
+from tinsmith.dashboard.service_state import ServiceClient, ServiceState, Throughput
 from tinsmith.errors import TinsmithError
 from tinsmith.plurals import counted
 
@@ -47,7 +47,7 @@ class ServicePages:
             "service.html",
             url=self._client.url,
             cards=_cards(state, queue),
-            models=_models(state),
+            models=_models(state, self._client.throughput),
             queue=queue[:_QUEUED],
             queued=len(queue),
             tenants=[{**each, "tokens": state.tenant_tokens.get(each["owner"], 0.0)} for each in state.tenants],
@@ -60,7 +60,7 @@ class ServicePages:
         return JSONResponse({"charts": [chart] if chart["lines"] else []})
 
 
-def _models(state: ServiceState) -> list[dict[str, Any]]:
+def _models(state: ServiceState, throughput: Throughput) -> list[dict[str, Any]]:
     """Base models with their processes; names with one source share them, and follow each other."""
     processes = {each["base_model"]: each["processes"] for each in state.processes}
     return [
@@ -70,6 +70,8 @@ def _models(state: ServiceState) -> list[dict[str, Any]]:
             "state": model["state"],
             "error": model["error"] or "",
             "processes": processes.get(model["name"], []),
+            "sampled_per_s": throughput.per_second(model["name"], "sample"),
+            "trained_per_s": throughput.per_second(model["name"], "forward_backward"),
         }
         for model in state.base_models
     ]
@@ -93,7 +95,7 @@ def _cards(state: ServiceState, queue: Sequence[Mapping[str, Any]]) -> list[dict
         },
         {
             "name": "tokens",
-            "value": f"{sum(count for kind, count in state.tokens.items() if kind != 'prompt_cached'):,.0f}",
+            "value": f"{sum(count for (_, kind), count in state.tokens.items() if kind != 'prompt_cached'):,.0f}",
             "note": "since the start of the server",
         },
         {"name": "sessions", "value": str(len(state.sessions)), "note": counted(len(state.tenants), "tenant")},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,12 @@ _TIMEOUT_S = 10.0
 _SAMPLES = 720
 _SAMPLE_S = 2.0
 """Least time between two samples of the throughput: 720 of them are 24 minutes and more."""
+_RECENT_S = 60.0
 _TOKENS, _REQUESTS = "tinsmith_tokens_total", "tinsmith_requests_total"
+
+
+TokenCount = tuple[str, str]
+"""Base model and kind of tokens, as of the metric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +37,16 @@ class ServiceState:
     queues: Sequence[Mapping[str, Any]] = ()
     tenants: Sequence[Mapping[str, Any]] = ()
     sessions: Sequence[Mapping[str, Any]] = ()
-    tokens: Mapping[str, float] = field(default_factory=dict)
-    """Tokens by their kind, since the start of the server."""
+    tokens: Mapping[TokenCount, float] = field(default_factory=dict)
+    """Tokens by model and kind, since the start of the server."""
     tenant_tokens: Mapping[str, float] = field(default_factory=dict)
     """Tokens of each tenant, without those found in the cache."""
     requests: Mapping[str, float] = field(default_factory=dict)
     """Finished requests by outcome."""
 
 
-_Sample = tuple[float, Mapping[str, float]]
-"""Unix time, and counters by kind."""
+_Sample = tuple[float, Mapping[TokenCount, float]]
+"""Unix time, and tokens since the start of the server."""
 
 
 class Throughput:
@@ -50,21 +55,30 @@ class Throughput:
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque(maxlen=_SAMPLES)
 
-    def add(self, now: float, totals: Mapping[str, float]) -> None:
+    def add(self, now: float, totals: Mapping[TokenCount, float]) -> None:
         """Take a sample, unless the last one is newer than _SAMPLE_S. A server that was started again begins at 0."""
-        if self._samples and any(totals.get(kind, 0.0) < total for kind, total in self._samples[-1][1].items()):
+        if self._samples and any(totals.get(key, 0.0) < total for key, total in self._samples[-1][1].items()):
             self._samples.clear()
         if not self._samples or now - self._samples[-1][0] >= _SAMPLE_S:
             self._samples.append((now, dict(totals)))
 
+    def per_second(self, model: str, kind: str) -> float | None:
+        """Tokens of a model per second in the last minute of samples; None before the second sample."""
+        recent = [each for each in self._samples if each[0] >= self._samples[-1][0] - _RECENT_S]
+        if len(self._samples) < 2:
+            return None
+        first = recent[0] if len(recent) > 1 else self._samples[-2]
+        return _rate(first, self._samples[-1], [(model, kind)])
+
     def chart(self) -> dict[str, Any]:
         """Tokens per second by kind between two samples, as a chart over Unix time."""
         pairs = list(zip(self._samples, list(self._samples)[1:], strict=False))
-        kinds = sorted({kind for _, totals in self._samples for kind in totals})
+        keys = {key for _, totals in self._samples for key in totals}
+        kinds = sorted({kind for _, kind in keys})
         lines = [
             {
                 "label": kind.replace("_", " "),
-                "values": [_rate(old, new, kind) for old, new in pairs],
+                "values": [_rate(old, new, [key for key in keys if key[1] == kind]) for old, new in pairs],
             }
             for kind in kinds
         ]
@@ -79,8 +93,8 @@ class Throughput:
         }
 
 
-def _rate(old: _Sample, new: _Sample, kind: str) -> float:
-    return (new[1].get(kind, 0.0) - old[1].get(kind, 0.0)) / (new[0] - old[0])
+def _rate(old: _Sample, new: _Sample, keys: Sequence[TokenCount]) -> float:
+    return sum(new[1].get(key, 0.0) - old[1].get(key, 0.0) for key in keys) / (new[0] - old[0])
 
 
 class ServiceClient:
@@ -114,11 +128,14 @@ class ServiceClient:
             queues=queues["queues"],
             tenants=tenants["tenants"],
             sessions=sessions["sessions"],
-            tokens=_totals(samples, _TOKENS, "kind"),
-            tenant_tokens=_totals(
-                [each for each in samples if each[1].get("kind") != "prompt_cached"], _TOKENS, "owner"
-            ),
-            requests=_totals(samples, _REQUESTS, "outcome"),
+            tokens=_totals(samples, _TOKENS, "model", "kind"),
+            tenant_tokens={
+                owner: total
+                for (owner,), total in _totals(
+                    [each for each in samples if each[1].get("kind") != "prompt_cached"], _TOKENS, "owner"
+                ).items()
+            },
+            requests={outcome: total for (outcome,), total in _totals(samples, _REQUESTS, "outcome").items()},
         )
         self.throughput.add(time.time(), state.tokens)
         return state
@@ -146,9 +163,11 @@ def _samples(text: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
             yield sample.name, sample.labels, sample.value
 
 
-def _totals(samples: Sequence[tuple[str, Mapping[str, str], float]], name: str, label: str) -> dict[str, float]:
-    totals = Counter[str]()
-    for metric, labels, value in samples:
+def _totals(samples: Sequence[tuple[str, Mapping[str, str], float]], name: str, *labels: str) -> Any:
+    """The sum of a metric for each combination of these labels."""
+    totals: dict[tuple[str, ...], float] = {}
+    for metric, own, value in samples:
         if metric == name:
-            totals[labels[label]] += value  # type: ignore[assignment]
-    return dict(totals)
+            key = tuple(own[label] for label in labels)
+            totals[key] = totals.get(key, 0.0) + value
+    return totals

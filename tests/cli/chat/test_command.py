@@ -7,12 +7,15 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import pexpect
 import pytest
+from rich.console import Console
 
-from tinsmith.cli.chat.command import chat
-from tinsmith.cli.service.weights import SamplingServer
+from tinsmith.cli.chat.command import _session, chat
+from tinsmith.cli.service.weights import SamplingServer, ServedWeights
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
@@ -82,3 +85,22 @@ def test_smollm2_in_a_terminal(smollm2: Path, tmp_path: Path):
     terminal.expect(pexpect.EOF)
     terminal.close()
     assert terminal.exitstatus == 0
+
+
+@pytest.mark.parametrize(("prompt", "end"), [("<|assistant|><think>\n", "</think>"), ("<|assistant|>", "")])
+def test_thinking_opened_by_the_template_is_dim(monkeypatch, prompt, end):
+    codec = SimpleNamespace(prompt=lambda messages: [1], decode=lambda tokens: prompt)
+
+    async def open_chat(*_: str) -> tuple[str, SimpleNamespace]:
+        return "toy", codec
+
+    async def without_tokenizer(*_: str) -> tuple[str, SimpleNamespace]:
+        raise UserError("There is no tokenizer.")
+
+    weights, console = ServedWeights(url="http://127.0.0.1:9", key="tml-x", base="toy"), Console()
+    with httpx.Client() as client:
+        monkeypatch.setattr("tinsmith.cli.chat.command.open_chat", open_chat)
+        assert _session(weights, client, console, in_terminal=True).opened_thinking == end
+        assert _session(weights, client, console, in_terminal=False).opened_thinking == ""
+        monkeypatch.setattr("tinsmith.cli.chat.command.open_chat", without_tokenizer)
+        assert _session(weights, client, console, in_terminal=True).opened_thinking == ""

@@ -212,6 +212,6 @@ def test_check_compares_gradients_on_request(tmp_path: Path, capsys: pytest.Capt
     check(str(file), gradients=True)
     printed = capsys.readouterr().out
     assert "loss at algorithm.loss: doubled_loss:doubled, " in printed
-    assert "equal to finite differences at 16 random tokens" in printed
+    assert "gradient of algorithm.loss doubled: equal to finite differences at 16 random tokens" in printed
     with pytest.raises(ConfigError, match=r"where finite differences give -0\.125"):
         check(str(file), "algorithm.loss.by=2.0", "algorithm.aggregate=token_mean", gradients=True)

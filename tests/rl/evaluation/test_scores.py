@@ -57,6 +57,16 @@ def test_later_models_are_compared_on_common_problems():
     assert "+1 (+1 to +1)" in out.getvalue()
 
 
+def test_checkpoints_in_the_table_have_short_names():
+    path = "tinker://0123456789abcdef:train:0/sampler_weights"
+    problems = {str(number): attempts(("7", 1.0)) for number in range(2)}
+    rows = estimates({name: {"t": problems} for name in ("tiny", f"{path}/final", f"{path}/a", f"{path}2/a")}, seed=0)
+    out = io.StringIO()
+    print_table(Console(file=out, width=200), rows)
+    names = [line.split()[2] for line in out.getvalue().splitlines() if " avg@1 " in line]
+    assert names == ["tiny", "…/final", f"{path}/a", f"{path}2/a"]
+
+
 def test_samples_of_the_harness_become_attempts():
     row = {"doc_id": 3, "filter": "none", "metrics": ["exact_match", "bleu"], "bleu": ("x", "y")}
     rounds = [

@@ -13,7 +13,7 @@ import pytest
 
 from tests.rl.rewards.test_rewards import said
 from tinsmith.rl.rewards.format import Overlong
-from tinsmith.rl.rewards.judge import Criterion, Judge
+from tinsmith.rl.rewards.judge import Criterion, Judge, Responses
 from tinsmith.rl.types import Message, Rollout, Task, Turn
 from tinsmith.testing import ScriptedSnapshot
 
@@ -110,3 +110,37 @@ def test_overlong_penalty_grows_with_reply_tokens(length, worth):
     reward = Overlong(max_tokens=10, margin=4)
     policy = ScriptedSnapshot(("",), np.zeros(1), 0)
     assert asyncio.run(reward.judge(TASK, Rollout.single((turn,)), policy)) == pytest.approx(worth)
+
+
+@pytest.mark.parametrize(("temperature", "sent"), [(0.0, 2), (0.7, 5)])
+def test_equal_questions_at_temperature_0_are_sent_once(judge_server, temperature, sent):
+    url, requests = judge_server
+    judge = Judge(model="big", base_url=url, temperature=temperature)
+
+    async def scores() -> list[float]:
+        texts = ("a", "b", "a", "a")
+        policy = ScriptedSnapshot(("",), np.zeros(1), 0)
+        return [each.value for each in await asyncio.gather(*(judge.judge(TASK, said(text), policy) for text in texts))]
+
+    assert asyncio.run(scores()) == [0.5] * 4
+    assert judge == Judge(model="big", base_url=url, temperature=temperature)
+    asyncio.run(judge.judge(TASK, said("a"), ScriptedSnapshot(("",), np.zeros(1), 0)))
+    assert len(requests) == sent
+
+
+def test_question_that_failed_is_sent_again():
+    responses = Responses()
+    answers = iter((ValueError("busy"), "52"))
+
+    async def send() -> str:
+        answer = next(answers)
+        if isinstance(answer, ValueError):
+            raise answer
+        return answer
+
+    async def responses_to_three() -> list[object]:
+        return await asyncio.gather(*(responses.get("39 + 13?", send) for _ in range(3)), return_exceptions=True)
+
+    failed, *others = asyncio.run(responses_to_three())
+    assert isinstance(failed, ValueError)
+    assert others == ["52", "52"]

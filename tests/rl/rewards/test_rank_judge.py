@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import permutations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import yaml
+from rich.console import Console
 
 from tests.rl.rewards.test_rewards import said
 from tests.rl.scripted_run import rows, run, settings
 from tinsmith.rl.policy.request_limit import RequestLimit
 from tinsmith.rl.policy.sampling import ModelVersion, SampleRequest, SampleResult, Snapshot, encoded
+from tinsmith.rl.record.monitors import report
+from tinsmith.rl.record.monitors.base import RunInfo
 from tinsmith.rl.rewards import Rewards, make_reward
 from tinsmith.rl.rewards.base import Reward, Score
 from tinsmith.rl.rewards.compared import score_by
 from tinsmith.rl.rewards.rank_judge import RankJudge, read_ranking
 from tinsmith.rl.rollouts.runner import CANCELLED, Oversampling, RolloutConfig, RolloutRunner
+from tinsmith.rl.run.open import _announce
 from tinsmith.rl.types import Group, Message, Rollout, Task, Turn
 from tinsmith.rl.workflows.base import Workflow
 from tinsmith.rl.workflows.group_scoring import GroupScoredWorkflow
@@ -251,3 +258,17 @@ def test_settings_that_leave_nothing_to_compare_are_refused(tmp_path, changes, p
     with pytest.raises(ValueError, match=problem):
         settings(tmp_path, **{"rewards": [{"type": "rank_judge", "model": "m"}], "eval": {}, **changes})
     assert not settings(tmp_path, rewards=[{"type": "rank_judge", "model": "m"}], eval={}).evaluates
+
+
+def test_held_out_tasks_without_a_reward_are_said(tmp_path):
+    own, single = {"type": "custom", "path": rarest}, {"type": "format", "pattern": "yes"}
+    assert settings(tmp_path, rewards=[own, single], eval={}).not_evaluated == ""
+    assert settings(tmp_path, rewards=[own], eval={"rewards": [single]}).not_evaluated == ""
+    config, out = settings(tmp_path, rewards=[own], eval={}), io.StringIO()
+    assert config.not_evaluated.startswith("rarest compares the replies of a group")
+    _announce(config, SimpleNamespace(loss_location="here"), Console(file=out, width=200))
+    assert "held-out tasks are not evaluated: rarest compares" in out.getvalue()
+    values = config.model_dump(mode="json")
+    info = RunInfo(name="r", folder=tmp_path, steps=2, settings=values, not_evaluated=config.not_evaluated)
+    assert "not evaluated" in report.write(info).read_text()
+    assert "not evaluated" not in report.write(replace(info, not_evaluated="")).read_text()

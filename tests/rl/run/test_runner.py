@@ -92,3 +92,34 @@ def test_keywords_are_the_settings_of_a_run(tmp_path, monkeypatch):
     run = settings(tmp_path, rewards=[short])
     values = {"model": {"name": "tiny"}, "tasks": {"train": {"type": "addition"}}, "steps": 4, "rewards": [short]}
     assert train(**values, folder=str(tmp_path / "branch")) == run.model_copy(update={"name": "run"})
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "path"),
+    [
+        ("rewards.0.model", {"rewards": [{"type": "implicit_reward", "model": "FOLDER"}]}, SAMPLER),
+        ("rewards.0.model", {"rewards": [{"type": "reward_model", "model": "FOLDER"}]}, SAMPLER),
+        (
+            "rewards.0.reference",
+            {"rewards": [{"type": "implicit_reward", "model": SAMPLER, "reference": "FOLDER"}]},
+            SAMPLER,
+        ),
+        ("algorithm.teacher", {"algorithm": {"type": "on_policy_distill", "teacher": "FOLDER"}}, SAMPLER),
+        ("model.load_from", {"model": {"name": "tiny", "load_from": "FOLDER"}}, STATE),
+    ],
+)
+def test_run_folder_in_place_of_a_checkpoint_is_refused(tmp_path, monkeypatch, key, values, path):
+    folder = tmp_path / "first"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "run.yaml").write_text("name: first")
+    state = {"step": 3, "path": STATE, "sampling_path": SAMPLER}
+    (folder / "checkpoints" / "step-000003.json").write_text(json.dumps(state))
+    (folder / "state.json").write_text(json.dumps(state))
+    monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:1")
+    named = json.loads(json.dumps(values).replace("FOLDER", str(folder)))
+    with (
+        pytest.raises(ConfigError, match=f"^{key}: {folder} is the folder of a run") as error,
+        server(settings(tmp_path, **named)),
+    ):
+        pass
+    assert error.value.hint == f"Write {path}."

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import io
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +16,7 @@ from cyclopts import Parameter
 
 from tinsmith.cli.service.folder import temporary_folder
 from tinsmith.cli.service.weights import CheckpointChoice, SamplingServer, open_chat
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, UserError
 from tinsmith.terminal import new_console
 
 if TYPE_CHECKING:
@@ -105,12 +105,16 @@ def _session(weights: ServedWeights, client: httpx.Client, console: Console, *, 
     from tinsmith.cli.chat.thinking import opened_thinking
 
     encode, opened, settings = None, "", of_run.reply_settings(weights)
-    if of_run.has_own_template(weights):
-        own = of_run.template_settings(weights)
-        codec = asyncio.run(open_chat(weights.base, weights.path, weights.url, weights.key, **own))[1]
-        encode = of_run.encoder(codec)
+    has_own = of_run.has_own_template(weights)
+    with nullcontext() if has_own else suppress(UserError):  # a template of the server is not needed to talk to it
+        if has_own or in_terminal:
+            own = of_run.template_settings(weights)
+            codec = asyncio.run(open_chat(weights.base, weights.path, weights.url, weights.key, **own))[1]
+            render = of_run.encoder(codec)
+            opened = opened_thinking(codec.decode(render([{"role": "user", "content": "?"}])))
+            encode = render if has_own else None
+    if has_own:
         settings = replace(settings, template_values={})  # the codec has them
-        opened = opened_thinking(codec.decode(encode([{"role": "user", "content": "?"}])))
     return ChatSession(
         ReplyStream(client, weights.name, settings, encode),
         Conversation(of_run.system_prompt(weights)),

@@ -239,6 +239,16 @@ class RunSettings(Settings):
         return bool(self.evaluated) and all(each.provides_rewards for each in self.evaluated.values())
 
     @property
+    def not_evaluated(self) -> str:
+        """Why held-out tasks of the run are not evaluated; empty if they are, or if there are none."""
+        titles = [title for each in self.all_environments for title in each.group_rewards]
+        if self.evaluates or not (self.evaluated and titles):
+            return ""
+        return (
+            f"{titles[0]} compares the replies of a group, and an evaluation has one reply to a task: set eval.rewards"
+        )
+
+    @property
     def evaluates_anything(self) -> bool:
         """Whether an evaluation measures anything: held-out tasks, functions or benchmarks."""
         return self.evaluates or bool(self.eval.functions or self.eval.benchmarks)

@@ -94,6 +94,10 @@ def _rollouts(evidence: Evidence, row: Mapping[str, Any]) -> float:
     return groups * evidence.number("group_size", 1)
 
 
+def _none_of(steps: int) -> str:
+    return "The only step has not" if steps == 1 else f"None of the {steps} steps"
+
+
 def findings(evidence: Evidence, signal: Signal) -> Iterator[Finding]:
     """Findings about missing signals."""
     steps, trained = len(evidence.trained), signal.updates
@@ -107,14 +111,15 @@ def findings(evidence: Evidence, signal: Signal) -> Iterator[Finding]:
         return
     if reason in (Reason.CONSTANT, Reason.EQUAL_REPLIES) and trained and evidence.is_settled:
         return
-    where = "each of them" if count == steps else f"{count} of {'the others' if trained else 'them'}"
+    others = "the others" if trained else "them"
+    where = "it" if steps == 1 else "each of them" if count == steps else f"{count} of {others}"
     mostly = f"in {where}, {_explained(evidence, reason)}"
     change, explains = _change(evidence, reason), (*_ALWAYS_EXPLAINED, *_EXPLAINED.get(reason, ()))
     if not trained:
         yield Finding(
             name="no_update",
             severity="error",
-            sentence=f"None of the {counted(steps, 'step')} updated the weights: {mostly}.",
+            sentence=f"{_none_of(steps)} updated the weights: {mostly}.",
             change=change,
             metric="optim/skipped",
             explains=explains,

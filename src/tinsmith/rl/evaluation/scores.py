@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -126,6 +126,13 @@ def _score_of_majority(attempts: Sequence[Attempt]) -> float:
     return next(each.score for each in attempts if each.answer == answer)
 
 
+def _short_names(models: Iterable[str]) -> dict[str, str]:
+    """Names of models for a column of a table: of a checkpoint, the end of its path where no other has the same."""
+    names = {model: f"…/{model.rpartition('/')[2]}" if model.startswith("tinker://") else model for model in models}
+    count = Counter(names.values())
+    return {model: name if count[name] == 1 else model for model, name in names.items()}
+
+
 def print_table(console: Console, rows: Sequence[Estimate]) -> None:
     """Print the estimates; those of later models with their difference from the first."""
     compared = any(row.against_first for row in rows)
@@ -139,8 +146,9 @@ def print_table(console: Console, rows: Sequence[Estimate]) -> None:
         *(("difference", "p") if compared else ()),
     ):
         table.add_column(name, overflow="fold")
+    names = _short_names([row.model for row in rows])
     for row in sorted(rows, key=lambda row: (row.benchmark, row.measure)):
-        cells = [row.benchmark, row.measure, row.model, f"{row.mean:.4g} ({row.low:.3g} to {row.high:.3g})"]
+        cells = [row.benchmark, row.measure, names[row.model], f"{row.mean:.4g} ({row.low:.3g} to {row.high:.3g})"]
         cells.append(str(row.problems))
         if compared and (pair := row.against_first) is not None:
             cells += [f"{pair.difference:+.3g} ({pair.low:+.2g} to {pair.high:+.2g})", f"{pair.p_value:.2g}"]

@@ -6,10 +6,13 @@ OpenAI-compatible API. A response of the judge without a grade marks the rollout
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cached_property
+from hashlib import sha256
 from typing import Any, Literal, Self
 
 import httpx
@@ -58,6 +61,10 @@ _SCORE = re.compile(r"score[^\w+-]{0,6}([-+]?\d+(?:\.\d+)?)", re.IGNORECASE)
 _LIST = re.compile(r"\[[\s\d,.]*\]")
 
 
+RESPONSES = 10_000
+"""Responses that a judge remembers."""
+
+
 class Criterion(Settings):
     """A criterion of a rubric."""
 
@@ -65,6 +72,28 @@ class Criterion(Settings):
     """The requirement, as a sentence for the judge."""
     weight: float = 1.0
     """Weight in the score. Negative: a criterion that a good answer does not meet."""
+
+
+class Responses:
+    """The newest responses to prompts, by prompt, so that equal prompts are sent once."""
+
+    def __init__(self) -> None:
+        self._pending: dict[bytes, asyncio.Lock] = {}
+        self._responses: dict[bytes, str] = {}
+
+    async def get(self, prompt: str, send: Callable[[], Awaitable[str]]) -> str:
+        """The response to a prompt, which `send` gets unless it is there; a request that fails is sent again."""
+        key = sha256(prompt.encode(errors="surrogatepass")).digest()
+        lock = self._pending.setdefault(key, asyncio.Lock())
+        async with lock:
+            if key not in self._responses:
+                self._responses[key] = await send()
+                if len(self._responses) > RESPONSES:
+                    del self._responses[next(iter(self._responses))]
+            response = self._responses[key]
+        if not lock.locked():
+            self._pending.pop(key, None)
+        return response
 
 
 class ModelJudge(Reward):
@@ -79,7 +108,7 @@ class ModelJudge(Reward):
     max_tokens: int = Field(default=512, ge=1)
     """Maximum tokens of the judge's response."""
     temperature: float = Field(default=0.0, ge=0)
-    """Sampling temperature of the judge."""
+    """Sampling temperature of the judge. At 0, equal questions are sent once in a run."""
     chat_template_values: dict[str, Any] = Field(default_factory=dict)
     """Variables for the judge's chat template, such as {enable_thinking: false}."""
     timeout: float = Field(default=120.0, gt=0)
@@ -91,11 +120,19 @@ class ModelJudge(Reward):
             raise ValueError("key_env and timeout have no effect without base_url; set base_url or remove them")
         return self
 
+    @cached_property
+    def _responses(self) -> Responses:
+        return Responses()
+
     async def ask(self, prompt: str, fields: Mapping[str, str], policy: Snapshot, seed: int = 0) -> str:
-        """The model's response to a prompt with its {fields} replaced. Raises ValueError or httpx errors for a request
-        that failed."""
+        """The model's response to a prompt with its {fields} replaced; at temperature 0, equal prompts with one seed
+        are sent once. Raises ValueError or httpx errors for a request that failed."""
         text = _fill(prompt, fields)
-        return await (self._ask_server(text) if self.base_url else self._ask_policy_server(text, policy, seed))
+
+        async def response() -> str:
+            return await (self._ask_server(text) if self.base_url else self._ask_policy_server(text, policy, seed))
+
+        return await (self._responses.get(f"{seed} {text}", response) if self.temperature == 0 else response())
 
     async def _ask_policy_server(self, prompt: str, policy: Snapshot, seed: int) -> str:
         judge = await policy.open_model(self.model)

@@ -203,6 +203,8 @@ def _announce(config: RunConfig, algorithm: Algorithm, console: Console) -> None
         why = "for the model's size" if rate_by_name(config.model.name) else "as its name has no size"
         rate = f"optimizer.learning_rate is not set: {config.optimizer.learning_rate:g}, {why}"
         console.print(f"[dim]{rate}[/]", highlight=False)
+    if why := config.not_evaluated:
+        console.print(f"[dim]held-out tasks are not evaluated: {why}[/]", highlight=False)
     if config.plugins:
         console.print(f"[dim]with plugins of {config.plugins}[/]", highlight=False)
 
@@ -214,6 +216,7 @@ def _run_info(config: RunConfig, folder: RunFolder, policy: Trainer) -> RunInfo:
         steps=config.steps,
         start=folder.state.step if folder.state else 0,
         settings=config.model_dump(mode="json"),
+        not_evaluated=config.not_evaluated,
         decode=policy.models.chat.decode,
         token_text=policy.models.chat.token_text,
     )

@@ -36,6 +36,8 @@ class RunInfo:
     start: int = 0
     """Number of steps completed before this process."""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    not_evaluated: str = ""
+    """Why held-out tasks of the run are not evaluated; empty if they are, or if there are none."""
     decode: Callable[[Sequence[int]], str] | None = None
     """Text of token ids with special tokens, by the policy's tokenizer; None if there is none."""
     token_text: Callable[[int], str] | None = None

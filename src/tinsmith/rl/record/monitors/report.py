@@ -117,6 +117,8 @@ def _cards(info: RunInfo, rows: Sequence[Row], updates: int | None) -> list[dict
         note = f"best constant answer {constant[-1][1]:.3f}" if constant else counted(tasks[-1][1], "task")
         name = "held-out tasks right" if right else "held-out reward"
         cards.append({"name": name, "value": _span(held_out, 3), "note": note})
+    elif info.not_evaluated:
+        cards.append({"name": "held-out tasks", "value": "not evaluated", "note": info.not_evaluated})
     if reward := _points(rows, "reward/mean"):
         constant = _points(rows, "eval/constant_reward")
         note = f"best constant answer {constant[-1][1]:.3f}" if constant else "mean of a step, first → last"
