@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from tinsmith.cli.documents.output import AsJson
 from tinsmith.cli.run_file import PluginDir, as_run_file, file_and_overrides, with_plugins
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.plurals import counted
@@ -52,7 +53,7 @@ def sweep(
     server: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     out: Path | None = None,
     time_limit: str | None = None,
-    json_: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    as_json: AsJson = False,
     plugin_dir: PluginDir = None,
 ) -> None:
     """Train a run file with every combination of several values of its settings, all runs at once at one service.
@@ -78,19 +79,17 @@ def sweep(
         Folder of the sweep. Default: the run's folder with -sweep after it.
     time_limit
         Stop after this time, such as 5h50m, with checkpoints that the same command continues from, and exit with 75.
-    json_
-        Print the outcome as JSON.
     """
     from tinsmith.rl.sweep.members import metric_of
 
     file, overrides = file_and_overrides("sweep", words, None)
     base, members, folder = _members(file, with_plugins(overrides, plugin_dir), out)
     if list_:
-        _print_list(members, as_json=json_)
+        _print_list(members, as_json=as_json)
         return
     _check_counts(halve, at_once)
     rules = Rules(metric or metric_of(members), lower=better == "lower", share=halve)
-    _sweep(file, base, members, folder, rules, at_once, server, _stop_signal(time_limit, base), as_json=json_)
+    _sweep(file, base, members, folder, rules, at_once, server, _stop_signal(time_limit, base), as_json=as_json)
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ def test_benchmark_on_local_data(tmp_path, monkeypatch, capsys, tiny_llama, pack
     name = {"lm_eval": "local_sums", "inspect_ai": "sums.py@local_sums"}[package]
     include = tmp_path if package == "lm_eval" else None  # tasks of Inspect name their file
     sampling = Sampling(include=include, samples=2, temperature=1.0, max_tokens=4)
-    evaluate("tiny", name, "service.engine=fake", f"service.source={tiny_llama}", sampling=sampling, json_=True)
+    evaluate("tiny", name, "service.engine=fake", f"service.source={tiny_llama}", sampling=sampling, as_json=True)
     scores = json.loads(capsys.readouterr().out)
     assert {row["measure"] for row in scores} >= {"avg@2", "pass@2"}
     assert {row["problems"] for row in scores} == {3}

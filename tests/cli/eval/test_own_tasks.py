@@ -48,7 +48,7 @@ def test_run_is_evaluated_on_its_own_tasks_and_on_rows(folder, capsys):
     train("small.yaml", "folder=run")
     capsys.readouterr()
     words = ("run", "run/run.yaml", "rows.jsonl", "tasks.prompt={q}", "tasks.answer={a}", "tasks.answer_after=####")
-    evaluate(*words, sampling=Sampling(samples=2, temperature=1.0, limit=2), json_=True)
+    evaluate(*words, sampling=Sampling(samples=2, temperature=1.0, limit=2), as_json=True)
     rows = json.loads(capsys.readouterr().out)
     assert {row["benchmark"] for row in rows} == {"run right", "run reward", "rows.jsonl right", "rows.jsonl reward"}
     assert {row["measure"] for row in rows} >= {"avg@2", "pass@2"}

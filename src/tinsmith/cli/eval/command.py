@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from tinsmith.cli.documents.output import AsJson
 from tinsmith.cli.service.folder import temporary_folder
 from tinsmith.cli.service.weights import (
     CheckpointChoice,
@@ -57,7 +58,7 @@ def evaluate(
     choice: CheckpointChoice | None = None,
     alone: Annotated[bool, Parameter(negative="")] = False,
     out: Path | None = None,
-    json_: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    as_json: AsJson = False,
     server: SamplingServer | None = None,
 ) -> None:
     """Evaluate a model, the weights of a run or a checkpoint on benchmarks and on tasks of your own.
@@ -73,8 +74,6 @@ def evaluate(
         Do not evaluate the base model of a run or a checkpoint too.
     out
         File for the scores, as JSON.
-    json_
-        Print the scores as JSON.
     """
     from tinsmith.cli.eval.tasks import is_own, own_config
     from tinsmith.rl.evaluation import scores
@@ -100,7 +99,7 @@ def evaluate(
     text = json.dumps([row.row for row in rows], indent=2)
     if out is not None:
         out.write_text(text + "\n", encoding="utf-8")
-    if json_:
+    if as_json:
         sys.stdout.write(text + "\n")
 
 

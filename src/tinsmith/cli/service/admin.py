@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +9,7 @@ from urllib.parse import quote
 
 from cyclopts import App, Parameter
 
+from tinsmith.cli.documents.output import AsJson, print_json
 from tinsmith.cli.machine import Server, server_address
 from tinsmith.errors import ConfigError
 from tinsmith.http_common import refusal
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 app = App(name="admin", help="Sessions, queues and use of a running server, for all tenants. Needs an admin key.")
 
-AsJson = Annotated[bool, Parameter(name="--json", negative="", show_default=False)]
 TIMEOUT_S = 30.0
 MAX_WIDTH = 1000
 """A table may be wider than the terminal, which wraps it: ids are not cut."""
@@ -40,8 +39,6 @@ def sessions(
     ----------
     ended
         List ended sessions too.
-    as_json
-        Print the server's answer as JSON.
     """
     answer = _call("GET", f"sessions?ended={str(ended).lower()}", server)
     columns = ("session", "owner", "name", "seen", "models", "samplers", "versions", "checkpoints", "disk", "ended")
@@ -65,13 +62,7 @@ def sessions(
 
 @app.command
 def queue(*, as_json: AsJson = False, server: Server | None = None) -> None:
-    """List requests without a result of all tenants, in the order in which they are expected to end.
-
-    Parameters
-    ----------
-    as_json
-        Print the server's answer as JSON.
-    """
+    """List requests without a result of all tenants, in the order in which they are expected to end."""
     answer = _call("GET", "queue", server)
     columns = ("request", "owner", "base model", "kind", "tokens", "state", "waited", "ends in")
     rows = [
@@ -92,13 +83,7 @@ def queue(*, as_json: AsJson = False, server: Server | None = None) -> None:
 
 
 def status(*, as_json: AsJson = False, server: Server | None = None) -> None:
-    """List the processes of a running server: where each runs, its load, and its versions. Needs an admin key.
-
-    Parameters
-    ----------
-    as_json
-        Print the server's answer as JSON.
-    """
+    """List the processes of a running server: where each runs, its load, and its versions. Needs an admin key."""
     answer = _call("GET", "processes", server)
     columns = ("base model", "process", "state", "machine", "device", "pid", "start", "samples", "tokens", "versions")
     rows = [
@@ -132,13 +117,7 @@ def _device(process: dict[str, Any]) -> str:
 
 @app.command
 def usage(*, as_json: AsJson = False, server: Server | None = None) -> None:
-    """List what each tenant holds: sessions, models in training and their memory, bytes on disk, unfinished requests.
-
-    Parameters
-    ----------
-    as_json
-        Print the server's answer as JSON.
-    """
+    """List what each tenant holds: sessions, models and their memory, bytes on disk, unfinished requests."""
     answer = _call("GET", "usage", server)
     columns = ("owner", "sessions", "models", "memory", "checkpoints", "on disk", "versions", "on disk", "unfinished")
     rows = [
@@ -202,7 +181,7 @@ def _call(method: str, path: str, server: Server | None) -> Any:
 
 def _print(answer: Any, columns: Sequence[str], rows: Sequence[Sequence[Any]], as_json: bool) -> None:
     if as_json:
-        sys.stdout.write(json.dumps(answer, indent=1) + "\n")
+        print_json(answer)
         return
     from rich.measure import Measurement
 
