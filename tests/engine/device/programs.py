@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -115,46 +116,72 @@ async def _run(engine: TorchEngine, passes: Sequence[Pass]) -> list[PassResult]:
     return results
 
 
-def training_counts(
-    source: Path, lengths: Sequence[int], tenants: int, loss_fn: str, **settings: Any
-) -> stand_in.Counts:
-    """What a micro-batch costs; attention is FlexAttention's and products of experts are grouped, as on a GPU."""
+@dataclass(frozen=True)
+class Training:
+    """Passes of which a micro-batch consists: `tenants` equal ones."""
 
-    async def work() -> stand_in.Counts:
+    lengths: tuple[int, ...]
+    tenants: int
+    loss_fn: str
+
+
+def training_counts(source: Path, cases: Sequence[Training], **settings: Any) -> list[stand_in.Counts]:
+    """What a micro-batch of each case costs on one engine; attention is FlexAttention's and products of experts are
+    grouped, as on a GPU."""
+
+    async def work() -> list[stand_in.Counts]:
         with flex_attention_on_device(), grouped_products_on_device():
             engine = engine_on_device(source, pass_tokens=4096, **settings)
-            for number in range(tenants):
+            for number in range(max(case.tenants for case in cases)):
                 await engine.create(f"m{number}", LoraSpec(rank=4, seed=number))
-            passes = [pass_for(loss_fn, f"m{number}", seed=number, lengths=lengths) for number in range(tenants)]
-            await _run(engine, passes)
-            with stand_in.counting() as counts:
+            results = []
+            for case in cases:
+                passes = [
+                    pass_for(case.loss_fn, f"m{number}", seed=number, lengths=case.lengths)
+                    for number in range(case.tenants)
+                ]
                 await _run(engine, passes)
-            return counts
+                with stand_in.counting() as counts:
+                    await _run(engine, passes)
+                results.append(counts)
+            return results
 
     return asyncio.run(work())
 
 
-def decoding_counts(
-    source: Path, sequences: int, versions: int, steps: int = 8, dtype: str = "float32", **settings: Any
-) -> stand_in.Counts:
-    """What `steps` decoding steps cost, of requests with these settings."""
+@dataclass(frozen=True)
+class Decoding:
+    """Sequences that are decoded together: of `versions` versions, with these settings of their requests."""
 
-    async def work() -> stand_in.Counts:
-        engine = engine_on_device(source, dtype=dtype)
-        for number in range(versions):
-            await engine.create(f"m{number}", LoraSpec(rank=4, seed=number))
-            await engine.capture(f"m{number}", f"v{number}")
+    sequences: int
+    versions: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def decoding_counts(
+    source: Path, cases: Sequence[Decoding], steps: int, dtype: str = "float32"
+) -> list[stand_in.Counts]:
+    """What `steps` decoding steps of each case cost, on one engine."""
+
+    async def count(engine: TorchEngine, case: Decoding) -> stand_in.Counts:
         totals = []
         for tokens in (4, 4 + steps):
             requests = [
-                sample_request(version=f"v{number % versions}", max_tokens=tokens, **settings)
-                for number in range(sequences)
+                sample_request(version=f"v{number % case.versions}", max_tokens=tokens, **case.settings)
+                for number in range(case.sequences)
             ]
             with stand_in.counting() as counts:
                 await asyncio.gather(*map(engine.sample, requests))
             totals.append(counts)
         short, long = totals
         return stand_in.Counts(long.launches - short.launches, long.reads - short.reads, long.uploads - short.uploads)
+
+    async def work() -> list[stand_in.Counts]:
+        engine = engine_on_device(source, dtype=dtype)
+        for number in range(max(case.versions for case in cases)):
+            await engine.create(f"m{number}", LoraSpec(rank=4, seed=number))
+            await engine.capture(f"m{number}", f"v{number}")
+        return [await count(engine, case) for case in cases]
 
     with grouped_products_on_device():
         return asyncio.run(work())
@@ -184,15 +211,13 @@ def prefill_counts(source: Path, conversations: int) -> stand_in.Counts:
     return asyncio.run(work())
 
 
-def paged_decoding_counts(
-    source: Path, sequences: int, versions: int, **settings: Any
-) -> tuple[stand_in.Counts, stand_in.Counts, int]:
+def paged_decoding_counts(source: Path, case: Decoding, steps: int) -> tuple[stand_in.Counts, stand_in.Counts, int]:
     """What decoding steps over pages cost, what of it is in the part that becomes a graph, and the number of steps."""
-    within, compute, steps = stand_in.Counts(), DecodeStep._compute, 0
+    within, compute, taken = stand_in.Counts(), DecodeStep._compute, 0
 
     def counted(*args: Any) -> None:
-        nonlocal steps
-        steps += 1
+        nonlocal taken
+        taken += 1
         with stand_in.counting() as counts:
             compute(*args)
         within.launches += counts.launches
@@ -203,7 +228,8 @@ def paged_decoding_counts(
         patch.object(sampler, "page_attention", lambda _: attend_gathered),
         patch.object(DecodeStep, "_compute", counted),
     ):
-        return decoding_counts(source, sequences, versions, **settings), within, steps
+        (total,) = decoding_counts(source, [case], steps)
+        return total, within, taken
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ import pytest
 
 from tests.architectures import save_tiny
 from tests.engine.device import programs
+from tests.engine.device.programs import Decoding, Training
+from tests.engine.device.stand_in import Counts
 
 MICRO_BATCH, DECODING_STEP = 4, 2
 """Waits at most."""
@@ -29,27 +30,56 @@ def outside_of_lora(places: Counter[str]) -> Counter[str]:
     return Counter({place: count for place, count in places.items() if not place.startswith("engine/lora/")})
 
 
-@pytest.mark.parametrize(("lengths", "tenants"), [((9, 30), 1), ((9, 30, 3, 14, 22, 5), 1), ((9, 30), 5)])
-@pytest.mark.parametrize("loss_fn", ["cross_entropy", "ppo"])
-def test_losses_wait_twice(stand_in: Any, llama: Path, loss_fn: str, lengths: Sequence[int], tenants: int):
-    counts = stand_in(programs.training_counts, llama, lengths, tenants, loss_fn)
+FEW, MORE = (9, 30), (9, 30, 3, 14, 22, 5)
+LOSSES = [
+    Training(lengths, tenants, loss_fn)
+    for loss_fn in ("cross_entropy", "ppo")
+    for lengths, tenants in ((FEW, 1), (MORE, 1), (FEW, 5))
+]
+MICRO_BATCHES = [Training(FEW, 1, "ppo"), Training(MORE, 5, "ppo")]
+
+
+@pytest.fixture(scope="module")
+def trained(stand_in: Any, llama: Path) -> dict[Training, Counts]:
+    """What each micro-batch costs."""
+    cases = list({*LOSSES, *MICRO_BATCHES})
+    return dict(zip(cases, stand_in(programs.training_counts, llama, cases), strict=True))
+
+
+@pytest.mark.parametrize("case", LOSSES, ids=str)
+def test_losses_wait_twice(trained: dict[Training, Counts], case: Training):
+    counts = trained[case]
     assert outside_of_lora(counts.reads).total() <= 2, counts.reads
     assert outside_of_lora(counts.uploads).total() <= 14, counts.uploads
 
 
-@pytest.mark.parametrize(("lengths", "tenants"), [((9, 30), 1), ((9, 30, 3, 14, 22, 5), 5)])
-def test_micro_batch_waits_rarely(stand_in: Any, llama: Path, lengths: Sequence[int], tenants: int):
-    counts = stand_in(programs.training_counts, llama, lengths, tenants, "ppo")
-    assert counts.reads.total() <= MICRO_BATCH, counts.reads
+@pytest.mark.parametrize("case", MICRO_BATCHES, ids=str)
+def test_micro_batch_waits_rarely(trained: dict[Training, Counts], case: Training):
+    assert trained[case].reads.total() <= MICRO_BATCH, trained[case].reads
 
 
-RULES = ({}, {"top_k": 40, "top_p": 0.9}, {"topk_sample_logprobs": 5, "temperature": 0.5, "top_p": 0.8})
+RULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "restricted": {"top_k": 40, "top_p": 0.9},
+    "likeliest": {"topk_sample_logprobs": 5, "temperature": 0.5, "top_p": 0.8},
+}
 
 
-@pytest.mark.parametrize("rule", RULES, ids=["plain", "restricted", "likeliest"])
-@pytest.mark.parametrize(("sequences", "versions"), [(1, 1), (20, 3)])
-def test_decoding_step_waits_rarely(stand_in: Any, llama: Path, sequences: int, versions: int, rule: dict[str, Any]):
-    counts = stand_in(programs.decoding_counts, llama, sequences, versions, STEPS, **rule)
+@pytest.fixture(scope="module")
+def decoded(stand_in: Any, llama: Path) -> dict[tuple[str, int], Counts]:
+    """What the decoding steps cost, by the rule of the requests and the number of sequences."""
+    cases = {
+        (name, sequences): Decoding(sequences, versions, rule)
+        for name, rule in RULES.items()
+        for sequences, versions in ((1, 1), (20, 3))
+    }
+    return dict(zip(cases, stand_in(programs.decoding_counts, llama, list(cases.values()), STEPS), strict=True))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("sequences", [1, 20])
+def test_decoding_step_waits_rarely(decoded: dict[tuple[str, int], Counts], sequences: int, rule: str):
+    counts = decoded[rule, sequences]
     assert counts.reads.total() <= DECODING_STEP * STEPS, counts.reads
 
 
@@ -60,10 +90,10 @@ def test_prefill_costs_the_same_for_any_conversations(stand_in: Any, llama: Path
     assert many.reads.total() <= MICRO_BATCH
 
 
-@pytest.mark.parametrize("rule", RULES, ids=["plain", "restricted", "likeliest"])
-def test_step_over_pages_waits_once_and_uploads_before(stand_in: Any, llama: Path, rule: dict[str, Any]):
+@pytest.mark.parametrize("rule", RULES)
+def test_step_over_pages_waits_once_and_uploads_before(stand_in: Any, llama: Path, rule: str):
     """The part that becomes a graph takes nothing from the host and gives it nothing; the results are one read."""
-    counts, within, _ = stand_in(programs.paged_decoding_counts, llama, 20, 3, steps=STEPS, **rule)
+    counts, within, _ = stand_in(programs.paged_decoding_counts, llama, Decoding(20, 3, RULES[rule]), STEPS)
     assert counts.reads.total() <= STEPS, counts.reads
     assert (within.reads.total(), within.uploads.total()) == (0, 0), (within.reads, within.uploads)
     assert counts.uploads.total() <= 2 * STEPS, counts.uploads
@@ -71,7 +101,7 @@ def test_step_over_pages_waits_once_and_uploads_before(stand_in: Any, llama: Pat
 
 def test_step_over_pages_is_the_same_for_any_adapters(stand_in: Any, llama: Path):
     (_, few, steps), (_, many, same) = (
-        stand_in(programs.paged_decoding_counts, llama, 8, versions, steps=STEPS) for versions in (1, 8)
+        stand_in(programs.paged_decoding_counts, llama, Decoding(8, versions), STEPS) for versions in (1, 8)
     )
     assert steps == same
     assert few.launches == many.launches
@@ -80,10 +110,11 @@ def test_step_over_pages_is_the_same_for_any_adapters(stand_in: Any, llama: Path
 @pytest.mark.parametrize("kind", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_mixtures_wait_as_rarely(stand_in: Any, kind: str, tmp_path: Path):
     few, many = (save_tiny(kind, tmp_path / str(count), **{NUMBER_OF_EXPERTS[kind]: count}) for count in (8, 32))
-    trained = [
-        stand_in(programs.training_counts, folder, (9, 30), 3, "ppo", dtype="bfloat16") for folder in (few, many)
-    ]
-    assert trained[0].launches == trained[1].launches
-    assert trained[1].reads.total() <= MICRO_BATCH, trained[1].reads
-    sampled = stand_in(programs.decoding_counts, many, 5, 3, STEPS, "bfloat16")
+    case = Training(FEW, 3, "ppo")
+    (first,), (second,) = (
+        stand_in(programs.training_counts, folder, [case], dtype="bfloat16") for folder in (few, many)
+    )
+    assert first.launches == second.launches
+    assert second.reads.total() <= MICRO_BATCH, second.reads
+    (sampled,) = stand_in(programs.decoding_counts, many, [Decoding(5, 3)], STEPS, "bfloat16")
     assert sampled.reads.total() <= DECODING_STEP * STEPS, sampled.reads

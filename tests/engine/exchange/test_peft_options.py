@@ -139,11 +139,23 @@ def peft_logprobs(base: Path, adapter: Path | None = None) -> np.ndarray:
     return np.concatenate(rows)
 
 
+@pytest.fixture(scope="module")
+def unchanged(tiny_llama: Path) -> np.ndarray:
+    """Logprobs of the base model."""
+    return peft_logprobs(tiny_llama)
+
+
+@pytest.fixture(scope="module")
+def expected(adapter: Path, tiny_llama: Path) -> np.ndarray:
+    """Logprobs of the adapter by PEFT."""
+    return peft_logprobs(tiny_llama, adapter)
+
+
 def test_trained_on_as_by_peft(
-    adapter: Path, imported: str, engine: Any, wait: Any, tiny_llama: Path, tmp_path: Path
-) -> None:
-    expected = peft_logprobs(tiny_llama, adapter)
-    assert np.abs(expected - peft_logprobs(tiny_llama)).max() > 0.01
+    adapter: Path, imported: str, expected: np.ndarray, unchanged: np.ndarray, engine: Any, wait: Any,
+    tiny_llama: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    assert np.abs(expected - unchanged).max() > 0.01
     np.testing.assert_allclose(logprobs(engine, wait, imported), expected, atol=1e-5)
     reference = Reference(tiny_llama, adapter)
     for seed in STEPS:
@@ -177,9 +189,9 @@ def test_training_state_resumes_exactly(imported: str, engine: Any, wait: Any, t
 
 
 def test_every_form_is_the_same_adapter(
-    adapter: Path, imported: str, engine: Any, wait: Any, tiny_llama: Path, tmp_path: Path
+    adapter: Path, imported: str, expected: np.ndarray, engine: Any, wait: Any, tiny_llama: Path, tmp_path: Path
 ) -> None:
-    expected, wanted = peft_logprobs(tiny_llama, adapter), load_file(adapter / "adapter_model.safetensors")
+    wanted = load_file(adapter / "adapter_model.safetensors")
     wait(engine.save(imported, tmp_path / "saved", optimizer=False))
     for source, forms in ((adapter, FORMS[:2]), (tmp_path / "saved", FORMS)):
         for form in forms:
@@ -203,9 +215,9 @@ def test_every_form_is_the_same_adapter(
     assert scales == pytest.approx([settings.alpha / settings.rank] * len(scales))
 
 
-def test_merged_model_has_its_logprobs(adapter: Path, tiny_llama: Path, tmp_path: Path) -> None:
+def test_merged_model_has_its_logprobs(adapter: Path, expected: np.ndarray, tiny_llama: Path, tmp_path: Path) -> None:
     merge(adapter, tiny_llama, tmp_path / "merged")
-    np.testing.assert_allclose(peft_logprobs(tmp_path / "merged"), peft_logprobs(tiny_llama, adapter), atol=1e-5)
+    np.testing.assert_allclose(peft_logprobs(tmp_path / "merged"), expected, atol=1e-5)
 
 
 def test_every_option_of_peft_is_decided() -> None:

@@ -30,8 +30,8 @@ LAYERS = {"full_attention", "sliding_attention"}
 RECURRENT_LAYERS = {"linear_attention"}
 """The same for the models of `gated_delta_net`."""
 
-EXPERT_LAYOUT = {"has_gate", "has_bias", "is_transposed", "is_concatenated", "down_proj"}
-"""Attributes of a module that holds the experts of a layer, as transformers' interface for experts sets them."""
+EXPERT_LAYOUT = {"has_gate", "has_bias", "is_transposed", "is_concatenated"}
+"""Beside `down_proj`, what transformers' interface for experts sets on a module that holds the experts of a layer."""
 
 HINT = "Serve a model of the Llama, Qwen2, Qwen3, Qwen3.5 or Mistral family, dense or with experts."
 
@@ -86,8 +86,10 @@ def _faults(model: PreTrainedModel) -> Iterator[str]:
 
 def is_expert_stack(module: nn.Module) -> bool:
     """Whether a module holds the experts of a layer in a layout that `lora.experts` computes."""
-    # Before transformers 5.20 no experts have such a norm, nor the attribute.
-    return set(dir(module)) >= EXPERT_LAYOUT and not vars(module).get("has_post_expert_norm", False)
+    own = vars(module)
+    # dir lasts long, and a start asks for every module. Before transformers 5.20 no experts have such a norm, nor the
+    # attribute.
+    return own.keys() >= EXPERT_LAYOUT and "down_proj" in dir(module) and not own.get("has_post_expert_norm", False)
 
 
 def is_experts_module(module: nn.Module) -> bool:
