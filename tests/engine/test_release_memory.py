@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from asyncio import gather
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from tests.engine.sampling.helpers import assert_same_samples, sample_request
+from tinsmith.engine.base import SampleRequest, SampleResult
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.processes.client import start_local
 
@@ -22,6 +25,10 @@ def resident_bytes(pid: int) -> int:
     """Memory of a process."""
     fields = Path(f"/proc/{pid}/status").read_text().split("VmRSS:")[1].split()
     return int(fields[0]) * 1024
+
+
+async def sampled(engine: Any, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+    return await gather(*map(engine.sample, requests))
 
 
 def test_caches_are_given_back(tiny_llama: Path, wait: Any) -> None:
@@ -39,7 +46,7 @@ def test_caches_are_given_back(tiny_llama: Path, wait: Any) -> None:
 
         wait(engine.release_memory())
         empty = resident_bytes(engine.pid)
-        first = [wait(engine.sample(request)) for request in requests()]
+        first = wait(sampled(engine, requests()))
         full = resident_bytes(engine.pid)
         assert wait(engine.sample(requests()[0])).prompt_cache_hit_tokens > 0
         wait(engine.release_memory())

@@ -47,6 +47,8 @@ CARD = ModelCard(
     dtype="bfloat16", device="cpu",
 )  # fmt: skip
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -307,8 +309,12 @@ def test_cancelled_request_closes_its_connection(engine: ClusterEngine, version:
     wait(asyncio.wait_for(cancel(), 240))
 
 
+def is_stub(process: psutil.Process, record: Path) -> bool:
+    return {vllm_stub.__file__, str(record)} <= set(process.info["cmdline"] or ())
+
+
 def test_vllm_is_restarted_when_it_dies(
-    cluster: ModelCluster, engine: ClusterEngine, version: str, wait: Any, recorded: Any
+    cluster: ModelCluster, engine: ClusterEngine, folder: Path, version: str, wait: Any, recorded: Any
 ):
     """A request without results so far waits for the new one. To break it: let `worker._exit` do nothing."""
 
@@ -320,7 +326,7 @@ def test_vllm_is_restarted_when_it_dies(
         request = sample_request((vllm_stub.SLOW, 1), version=version)
         waiting = asyncio.create_task(engine.sample(request))
         await until(lambda: slow() == 1)
-        (vllm,) = psutil.Process(cluster.pool.status()[0].pid).children()
+        (vllm,) = (process for process in psutil.process_iter(["cmdline"]) if is_stub(process, folder / "record"))
         vllm.kill()
         await until(lambda: slow() == 2)
         assert not vllm.is_running()

@@ -87,8 +87,8 @@ def _faults(model: PreTrainedModel) -> Iterator[str]:
 def is_expert_stack(module: nn.Module) -> bool:
     """Whether a module holds the experts of a layer in a layout that `lora.experts` computes."""
     own = vars(module)
-    # dir lasts long, and a start asks for every module. Before transformers 5.20 no experts have such a norm, nor the
-    # attribute.
+    # `dir` takes long and a start examines every module several times, so it comes second. Before transformers 5.20 no
+    # experts have such a norm, nor the attribute.
     return own.keys() >= EXPERT_LAYOUT and "down_proj" in dir(module) and not own.get("has_post_expert_norm", False)
 
 
