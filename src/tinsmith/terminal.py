@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 STOPPED_EARLY = 75
 """Exit code of a run that stopped before its last step and can be continued: EX_TEMPFAIL of sysexits.h."""
+REFUSED = 2
+"""Exit code of a command that cannot do its work: a setting, a file or a request is at fault."""
 TRAINED_NOTHING = 3
 """Exit code of a run in which no step updated the weights."""
 NOTEBOOK_COLUMNS = 120

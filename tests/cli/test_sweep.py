@@ -67,3 +67,4 @@ def test_run_that_fails_ends_no_other(work):
     assert done.returncode == 1
     assert "1 of 2 runs failed" in done.stderr
     assert "failed with exit code 2" in done.stderr
+    assert "once the cause above is mended. For other settings" in done.stderr

@@ -35,6 +35,7 @@ class Done:
 
     stdout: str
     error: TinsmithError | None = None
+    stderr: str = ""
 
 
 Command = Callable[..., Done]
@@ -58,7 +59,8 @@ def command(torch_served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytes
             app([str(word) for word in words], exit_on_error=False, print_error=False, result_action="return_value")
         except TinsmithError as raised:
             error = raised
-        return Done(capsys.readouterr().out, error)
+        out, err = capsys.readouterr()
+        return Done(out, error, err)
 
     return call
 
@@ -146,6 +148,7 @@ def test_merged_model_has_logprobs_of_adapter(
         done = command("export", path, "--to", tmp_path / "merged", *options)
         assert done.error is None
         assert stub.repos["merged"]["visibility"] == "private"
+        assert f"tinsmith serve --model {tmp_path / 'merged'}" in done.stderr
         assert {"config.json", "tokenizer.json", "model.safetensors"} <= stub.files.keys()
     np.testing.assert_allclose(peft_logprobs(tmp_path / "merged", None), served_logprobs(client, path), atol=1e-4)
 
@@ -214,6 +217,7 @@ def test_run_is_exported_with_a_model_card(
     done = command("export", run, "--to", tmp_path / "out")
     assert done.error is None
     assert done.stdout.strip().endswith("of step 2")
+    assert f"tinsmith import {tmp_path / 'out'} --name NAME" in done.stderr
     np.testing.assert_allclose(peft_logprobs(tiny_llama, tmp_path / "out"), served_logprobs(client, path), atol=1e-4)
     assert "# `sums`" in (tmp_path / "out" / "README.md").read_text()
     assert "--checkpoint selects" in str(command("export", path, "--to", tmp_path / "x", "--checkpoint", "last").error)

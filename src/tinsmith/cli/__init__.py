@@ -28,7 +28,7 @@ from tinsmith.cli.run_file import (
 from tinsmith.cli.runner import StoppedEarly
 from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.plurals import counted
-from tinsmith.terminal import STOPPED_EARLY, TRAINED_NOTHING, new_console
+from tinsmith.terminal import REFUSED, STOPPED_EARLY, TRAINED_NOTHING, new_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -215,12 +215,12 @@ def main() -> None:
         app(words, exit_on_error=False, print_error=False)
     except CycloptsError as error:
         _print_error(_usage_error(error, words), console)
-        sys.exit(2)
+        sys.exit(REFUSED)
     except TinsmithError as error:
         if debug:
             raise
         _print_error(error, console)
-        sys.exit(2 if isinstance(error, UserError) else 1)
+        sys.exit(REFUSED if isinstance(error, UserError) else 1)
     except StoppedEarly as stopped:
         console.print(". ".join(map(_plain, stopped.args)), highlight=False)
         sys.exit(0 if stopped.by_user else STOPPED_EARLY)

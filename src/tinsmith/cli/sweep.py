@@ -128,7 +128,7 @@ def _sweep(
         start = _starter(stack, file, folder, members, base, servers)
         console.print(f"{counted(len(members), 'run')} in {folder.path}", highlight=False, markup=False)
         stop.begin("the runs of the sweep stop after their steps and save checkpoints")
-        statuses = SweepRun(
+        runs = SweepRun(
             members=members,
             folder=folder,
             start=start,
@@ -137,7 +137,8 @@ def _sweep(
             servers=servers,
             halving=halving,
             stop=stop,
-        ).run()
+        )
+        statuses = runs.run()
     result = results.outcome(members, statuses, rules.metric, lower=rules.lower)
     results.write(folder, base.name, result)
     results.print_table(console, result)
@@ -147,7 +148,7 @@ def _sweep(
         console.print(f"[dim]   best[/]  {folder.best}  ({best.name})", highlight=False)
     if as_json:
         sys.stdout.write(json.dumps(result.as_json(), allow_nan=False) + "\n")
-    _exit(stop, base, list(statuses.values()))
+    _exit(stop, base, list(statuses.values()), bool(runs.refused))
 
 
 def _members(file: Path, words: Sequence[str], out: Path | None) -> tuple[RunConfig, list[Member], SweepFolder]:
@@ -263,7 +264,7 @@ def _write_best(folder: SweepFolder, base: RunConfig, best: Member) -> None:
     atomic_write(folder.best, (note + as_run_file(settings)).encode())
 
 
-def _exit(stop: StopSignal, base: RunConfig, statuses: Sequence[str]) -> None:
+def _exit(stop: StopSignal, base: RunConfig, statuses: Sequence[str], refused: bool) -> None:
     """Raise StoppedEarly if runs are left, and TinsmithError if all others failed."""
     from tinsmith.cli.runner import StoppedEarly
 
@@ -276,8 +277,13 @@ def _exit(stop: StopSignal, base: RunConfig, statuses: Sequence[str]) -> None:
             by_user=stop.by_user,
         )
     if failed:
+        again = "The same command starts these runs again"
         raise TinsmithError(
-            f"{failed} of {counted(len(statuses), 'run')} failed.", "The same command starts these runs again."
+            f"{failed} of {counted(len(statuses), 'run')} failed.",
+            f"{again} once the cause above is mended. For other settings in a sweep that has begun, set --out to "
+            "another folder."
+            if refused
+            else f"{again}.",
         )
 
 

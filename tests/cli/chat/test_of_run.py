@@ -115,8 +115,9 @@ def test_what_names_no_weights_is_refused(
 
 def test_folder_of_an_adapter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="tinsmith import"):
+    with pytest.raises(ConfigError, match="tinsmith import") as refused:
         opened(tmp_path)
+    assert f"tinsmith export {tmp_path} --format merged" in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,15 @@ def test_process_does_not_wait_for_ever_for_another(tmp_path: Path, monkeypatch:
         pass
 
 
+def test_adapter_in_place_of_a_model_says_how_to_merge_it(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds an adapter, not a model") as refused:
+        sources.locate(str(tmp_path))
+    assert f"tinsmith export {tmp_path} --format merged" in str(refused.value)
+    (tmp_path / "config.json").write_text("{}")
+    assert sources.locate(str(tmp_path)).folder == str(tmp_path.resolve())
+
+
 @pytest.mark.parametrize(
     ("failure", "message"),
     [

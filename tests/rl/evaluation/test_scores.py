@@ -67,6 +67,16 @@ def test_checkpoints_in_the_table_have_short_names():
     assert names == ["tiny", "…/final", f"{path}/a", f"{path}2/a"]
 
 
+def test_table_of_80_columns_keeps_its_headings_whole():
+    names = ("/models/of/mine/tiny", "tinker://0123456789abcdef:train:0/sampler_weights/final")
+    rows = estimates({name: {"run reward": {str(n): attempts(("", 1.0)) for n in range(9)}} for name in names})
+    out = io.StringIO()
+    print_table(Console(file=out, width=80), rows)
+    heading = next(line for line in out.getvalue().splitlines() if "benchmark" in line)
+    assert [word for word in ("measure", "problems", "difference", " p ") if word not in heading] == []
+    assert "…/tiny" in out.getvalue()
+
+
 def test_samples_of_the_harness_become_attempts():
     row = {"doc_id": 3, "filter": "none", "metrics": ["exact_match", "bleu"], "bleu": ("x", "y")}
     rounds = [

@@ -18,7 +18,7 @@ from tinsmith.rl.sweep.combinations import combinations
 from tinsmith.rl.sweep.control import Halving, SweepRun
 from tinsmith.rl.sweep.folder import Status, SweepFolder
 from tinsmith.rl.sweep.members import HELD_OUT_REWARD, Member, metric_of
-from tinsmith.terminal import STOPPED_EARLY, TRAINED_NOTHING
+from tinsmith.terminal import REFUSED, STOPPED_EARLY, TRAINED_NOTHING
 
 STEPS = 8
 
@@ -35,7 +35,7 @@ class FakeRuns:
     """Processes that take a step each time the sweep sleeps; `reward` says what they measure."""
 
     def __init__(self, reward: Callable[[str, int], float], fails: tuple[str, ...] = ()) -> None:
-        self.reward, self.fails, self.last_code = reward, fails, 0
+        self.reward, self.fails, self.failing_code, self.last_code = reward, fails, 1, 0
         self.running: dict[str, FakeRun] = {}
         self.started: list[str] = []
         self.servers: dict[str, str] = {}
@@ -72,7 +72,7 @@ class FakeRun:
         if self.terminated:
             self.code = STOPPED_EARLY
         elif name in self.runs.fails:
-            self.code = 2
+            self.code = self.runs.failing_code
         else:
             step = self.member.step + 1
             layout.path.mkdir(parents=True, exist_ok=True)
@@ -139,6 +139,16 @@ def test_failed_run_ends_no_other(folder):
     statuses = sweep(folder, FakeRuns(by_rank, fails=("rank=8,seed=0",)), halving=HALVING)
     assert statuses["rank=8,seed=0"] == "failed"
     assert statuses["rank=8,seed=1"] == "finished"
+
+
+@pytest.mark.parametrize("code", [1, REFUSED])
+def test_runs_that_fail_on_their_settings_are_named(folder, code):
+    """The same command would fail again, as after a change of settings that a run in progress refuses."""
+    runs, made = FakeRuns(by_rank, fails=("rank=8",)), members(folder, "model.rank=4,8")
+    runs.failing_code = code
+    sweep = SweepRun(members=made, folder=folder, start=runs.start, sleep=runs.sleep, at_once=2, report=lambda _: None)
+    assert sweep.run()["rank=8"] == "failed"
+    assert sweep.refused == ({"rank=8"} if code == REFUSED else set())
 
 
 def test_run_that_learned_nothing_is_finished(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -139,7 +140,7 @@ def export(
             done = f"{to}: {_write(adapter, scratch / 'model', format, base)}"
             gguf.convert(converter, scratch / "model", to, outtype)
     done += "" if of_run is None else _write_card(of_run, to, format)
-    sys.stdout.write(f"{done}\n")
+    _print_done(done, to, format)
     if push is not None:
         sys.stdout.write(f"{_push(to, push, public=public)}\n")
 
@@ -189,6 +190,16 @@ def _write_card(checkpoint: RunCheckpoint, to: Path, format: Format) -> str:
         text = model_card(checkpoint, library="transformers" if format == "merged" else "peft")
         (to / "README.md").write_text(text, encoding="utf-8")
     return f" of step {checkpoint.step}"
+
+
+def _print_done(done: str, to: Path, format: Format) -> None:
+    """Print what was written, and the command that takes it; none for vLLM."""
+    sys.stdout.write(f"{done}\n")
+    place = shlex.quote(str(to))
+    if format in ("merged", "gguf"):
+        sys.stderr.write(f"serve with  tinsmith serve --model {place}\n")
+    elif format != "vllm":
+        sys.stderr.write(f"import with  tinsmith import {place} --name NAME, into a server of its base model\n")
 
 
 def _check_is_new(to: Path) -> None:

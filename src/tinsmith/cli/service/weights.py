@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -163,7 +164,11 @@ def _checkpoint_of(target: str, choice: CheckpointChoice) -> RunCheckpoint | Non
             raise ConfigError(f"{option} selects one of a run, and {target} is none.", "Leave it out.")
         return None
     if (folder / "adapter_config.json").exists():
-        raise ConfigError(f"{target} holds an adapter, which a server must have first.", "See tinsmith import --help.")
+        raise ConfigError(
+            f"{target} holds an adapter, not a model.",
+            f"Merge it into its base model: tinsmith export {shlex.quote(target)} --format merged --to FOLDER; "
+            "or import it into a server of its base model: tinsmith import --help",
+        )
     try:
         run = RunHistory.open(folder)
     except ConfigError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -51,13 +52,19 @@ def locate(source: str) -> ModelLocation:
 
 
 def check_path(source: str) -> None:
-    """Raises ConfigError for the path of a folder or a GGUF file that does not exist."""
+    """Raises ConfigError for the path of a folder or a GGUF file that does not exist, and for an adapter's folder."""
     path = Path(source).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ConfigError(f"There is no GGUF file {path}.", "Check the path.")
     elif not path.is_dir() and (path.is_absolute() or source.startswith(".")):
         raise ConfigError(f"There is no folder {path}.", "Give a folder with config.json, a GGUF file or a hub id.")
+    elif (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise ConfigError(
+            f"{path} holds an adapter, not a model.",
+            f"Merge it into its base model: tinsmith export {shlex.quote(str(path))} --format merged --to FOLDER; "
+            "or import it into a server of its base model: tinsmith import --help",
+        )
 
 
 @contextmanager

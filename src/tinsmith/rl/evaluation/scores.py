@@ -127,8 +127,10 @@ def _score_of_majority(attempts: Sequence[Attempt]) -> float:
 
 
 def _short_names(models: Iterable[str]) -> dict[str, str]:
-    """Names of models for a column of a table: of a checkpoint, the end of its path where no other has the same."""
-    names = {model: f"…/{model.rpartition('/')[2]}" if model.startswith("tinker://") else model for model in models}
+    """Names of models for a column of a table: the end of a path where no other has the same."""
+    names = {
+        model: f"…/{model.rpartition('/')[2]}" if model.startswith(("tinker://", "/")) else model for model in models
+    }
     count = Counter(names.values())
     return {model: name if count[name] == 1 else model for model, name in names.items()}
 
@@ -145,7 +147,7 @@ def print_table(console: Console, rows: Sequence[Estimate]) -> None:
         "problems",
         *(("difference", "p") if compared else ()),
     ):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", min_width=len(name))
     names = _short_names([row.model for row in rows])
     for row in sorted(rows, key=lambda row: (row.benchmark, row.measure)):
         cells = [row.benchmark, row.measure, names[row.model], f"{row.mean:.4g} ({row.low:.3g} to {row.high:.3g})"]

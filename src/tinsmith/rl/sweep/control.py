@@ -19,7 +19,7 @@ from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.sweep.folder import RunRecord, Status, SweepFolder, SweepRecord
 from tinsmith.rl.sweep.halving import Curve, Progress, kept_settings
 from tinsmith.rl.sweep.members import Member
-from tinsmith.terminal import STOPPED_EARLY, TRAINED_NOTHING
+from tinsmith.terminal import REFUSED, STOPPED_EARLY, TRAINED_NOTHING
 
 POLL_SECONDS = 0.5
 _DONE = ("finished", "ended", "failed")
@@ -76,6 +76,8 @@ class SweepRun:
     halving: Halving | None = None
     stop: StopSignal = field(default_factory=StopSignal)
     sleep: Callable[[float], None] = time.sleep
+    refused: set[str] = field(default_factory=set, init=False)
+    """Runs that failed on their settings or files, and would again."""
     _children: dict[str, Child] = field(default_factory=dict, init=False)
     _stopping: set[str] = field(default_factory=set, init=False)
     """Runs that were sent SIGTERM."""
@@ -166,6 +168,7 @@ class SweepRun:
                 self._set(member, "waiting" if early and not self.stop.requested else "stopped")
             else:
                 self._set(member, "failed")
+                self.refused |= {name} if code == REFUSED else set()
                 self.report(f"{name}: failed with exit code {code}: {self.folder.last_words(name)}")
 
     def _waiting(self) -> list[Member]:
