@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -93,17 +94,30 @@ def adapter_of(
     return adapter
 
 
+@pytest.fixture(scope="session")
+def oracle_of(tiny: Callable[[str], Path], adapter_of: Callable[..., Path]) -> Callable[..., Any]:
+    """The oracle of an adapter of `adapter_of`: a copy of one that PEFT loads once, which takes longer."""
+    from tests.engine.reference import Reference
+
+    made: dict[Any, Reference] = {}
+
+    def oracle(kind: str, lora: LoraSpec | None) -> Reference:
+        if (kind, lora) not in made:
+            made[kind, lora] = Reference(tiny(kind), adapter_of(kind, lora))
+        return deepcopy(made[kind, lora])
+
+    return oracle
+
+
 @pytest.fixture
 def pair(
     engine_of: Callable[..., Any],
-    tiny: Callable[[str], Path],
+    oracle_of: Callable[..., Any],
     adapter_of: Callable[..., Path],
     wait: Wait,
     model_id: str,
 ) -> Iterator[Callable[..., Any]]:
     """The same adapter as a model of the engine and in the oracle: returns engine, model id, oracle."""
-    from tests.engine.reference import Reference
-
     opened: list[tuple[Any, str]] = []
 
     def make(kind: str = "llama", lora: LoraSpec | None = None, **settings: Any) -> Any:
@@ -111,7 +125,7 @@ def pair(
         name = f"{model_id}-{len(opened)}"
         wait(engine.load(name, folder, optimizer=False))
         opened.append((engine, name))
-        return engine, name, Reference(tiny(kind), folder)
+        return engine, name, oracle_of(kind, lora)
 
     yield make
     for engine, name in opened:
