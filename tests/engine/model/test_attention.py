@@ -65,13 +65,9 @@ def test_batched_attention_matches_pytorch(prefix: int, causal: bool) -> None:
         torch.testing.assert_close(grad, leaf.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("lengths", [((), 300), ((), 17), ((0, 40), 200)])
-def test_job_split_into_calls_is_close_to_one_call(
-    lengths: tuple[tuple[int, ...], int], wide: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows split into several calls in bfloat16, with products of either dtype, against one call in float32."""
-    monkeypatch.setattr(attention, "multiplies_float32_faster", lambda: wide)
+def test_job_split_into_calls_is_close_to_one_call(lengths: tuple[tuple[int, ...], int]) -> None:
+    """Rows split into several calls in bfloat16, against one call in float32."""
     prompt = np.arange(lengths[0][1] if lengths[0] else 0, dtype=np.int32)
     rows = [np.append(prompt, np.full(lengths[1], 1000 + end)).astype(np.int32) for end in range(2)]
     tree = packing.pack([packing.PackedRow(key=key, adapter=0, tokens=row) for key, row in enumerate(rows)])

@@ -209,21 +209,14 @@ def _forward(
     inputs: Tensor, projections: Sequence[Projection], groups: AdapterGroups
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The outputs of each projection, and A x of each group."""
-    dtype, inputs = inputs.dtype, _for_products(inputs, projections)
     outputs = [projection.frozen(inputs) for projection in projections]
-    narrow = []
-    if groups:
-        names, columns, copies = _sites(projections, outputs, write=True)
-        narrow = [group.forward(inputs, columns, names) for group in groups]
-        for view, copy in copies:
-            view.copy_(copy.view_as(view))
-    return [output.to(dtype) for output in outputs], [each.to(dtype) for each in narrow]
-
-
-def _for_products(rows: Tensor, projections: Sequence[Projection]) -> Tensor:
-    """The rows, in float32 where that is what all of the projections multiply."""
-    wide = all(isinstance(each.frozen, FrozenLinear) and each.frozen.takes_float32(len(rows)) for each in projections)
-    return rows.float() if wide else rows
+    if not groups:
+        return outputs, []
+    names, columns, copies = _sites(projections, outputs, write=True)
+    narrow = [group.forward(inputs, columns, names) for group in groups]
+    for view, copy in copies:
+        view.copy_(copy.view_as(view))
+    return outputs, narrow
 
 
 class _Project(torch.autograd.Function):
@@ -241,18 +234,17 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     @override
-    def backward(ctx: Any, *output_grads: Tensor) -> tuple[Tensor, None, None]:
-        grads = [_for_products(grad, ctx.projections) for grad in output_grads]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         input_grad = ctx.projections[0].frozen.backward(grads[0])
         for grad, projection in zip(grads[1:], ctx.projections[1:], strict=True):
             input_grad = projection.frozen.backward(grad, onto=input_grad)
         names, columns, _ = _sites(ctx.projections, grads, write=False)
-        saved, dtype = ctx.saved_tensors, input_grad.dtype
+        saved = ctx.saved_tensors
         for number, group in enumerate(ctx.groups):
-            inputs, narrow = (saved[0].to(dtype), saved[1 + number].to(dtype)) if saved else (None, None)
+            inputs, narrow = (saved[0], saved[1 + number]) if saved else (None, None)
             group.backward(input_grad, columns, names, inputs, narrow)
         ctx.projections = ctx.frozen  # frees decoded matrices before the layers below need theirs
-        return input_grad.to(output_grads[0].dtype), None, None
+        return input_grad, None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,10 +265,10 @@ class AdapterSlice:
 
     def forward(self, inputs: Tensor, outputs: Sequence[Tensor], names: Sequence[str]) -> Tensor:
         """Add s B A x to the outputs; returns A x of all projections [positions, projections * rank]."""
-        narrow = linear(self._rows(inputs), self.weights.stacked_a(names).to(inputs.dtype))
+        narrow = linear(self._rows(inputs), self.weights.stacked_a(names))
         pieces = narrow.chunk(len(names), dim=1) if len(names) > 1 else (narrow,)
         for name, output, piece in zip(names, outputs, pieces, strict=True):
-            self._rows(output).addmm_(piece, self.weights.pairs[name].b.T.to(piece.dtype), alpha=self.weights.scale)
+            self._rows(output).addmm_(piece, self.weights.pairs[name].b.T, alpha=self.weights.scale)
         return narrow
 
     def backward(
@@ -289,9 +281,9 @@ class AdapterSlice:
     ) -> None:
         """Add to the gradient of the inputs and, if `inputs` and `narrow` are given, to the adapter's gradients."""
         weights, rows = self.weights, slice(self.start, self.stop)
-        pieces = [grad[rows] @ weights.pairs[name].b.to(grad.dtype) for name, grad in zip(names, grads, strict=True)]
+        pieces = [grad[rows] @ weights.pairs[name].b for name, grad in zip(names, grads, strict=True)]
         narrow_grad = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
-        input_grad[rows].addmm_(narrow_grad, weights.stacked_a(names).to(input_grad.dtype), alpha=weights.scale)
+        input_grad[rows].addmm_(narrow_grad, weights.stacked_a(names), alpha=weights.scale)
         if inputs is None or narrow is None or not self.has_gradients:
             return
         a_grads = (narrow_grad.T @ inputs[rows]).chunk(len(names), dim=0)
@@ -332,9 +324,9 @@ class AdapterBatch:
 
     def forward(self, inputs: Tensor, outputs: Sequence[Tensor], names: Sequence[str]) -> Tensor:
         """Add s B A x to the outputs [T, out]; returns A x of all projections [n, L, projections * rank]."""
-        narrow = torch.bmm(self._gather(inputs), self._stacked_a(names, inputs.dtype).mT)
+        narrow = torch.bmm(self._gather(inputs), self._stacked_a(names).mT)
         for name, output, piece in zip(names, outputs, narrow.chunk(len(names), dim=2), strict=True):
-            self._scatter_add(output, torch.bmm(piece, self._stacked_b(name, piece.dtype).mT))
+            self._scatter_add(output, torch.bmm(piece, self._stacked_b(name).mT))
         return narrow
 
     def backward(
@@ -349,10 +341,9 @@ class AdapterBatch:
         gathered = [self._gather(grad) for grad in grads]
         if self.padding is not None:
             gathered = [grad * self.padding.mask for grad in gathered]
-        dtype = input_grad.dtype
-        pieces = [torch.bmm(grad, self._stacked_b(name, dtype)) for name, grad in zip(names, gathered, strict=True)]
+        pieces = [torch.bmm(grad, self._stacked_b(name)) for name, grad in zip(names, gathered, strict=True)]
         narrow_grad = torch.cat(pieces, dim=2)
-        self._scatter_add(input_grad, torch.bmm(narrow_grad, self._stacked_a(names, dtype)))
+        self._scatter_add(input_grad, torch.bmm(narrow_grad, self._stacked_a(names)))
         if inputs is None or narrow is None or not self.has_gradients:
             return
         a_grads = torch.bmm(narrow_grad.mT, self._gather(inputs)).chunk(len(names), dim=1)
@@ -370,11 +361,11 @@ class AdapterBatch:
                 grads += [a_grad, b_grad]
         torch._foreach_add_(buffers, grads, alpha=self.weights[0].scale)  # pyright: ignore[reportPrivateImportUsage]
 
-    def _stacked_a(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
-        return torch.stack([weights.stacked_a(names) for weights in self.weights]).to(dtype)
+    def _stacked_a(self, names: Sequence[str]) -> Tensor:
+        return torch.stack([weights.stacked_a(names) for weights in self.weights])
 
-    def _stacked_b(self, name: str, dtype: torch.dtype) -> Tensor:
-        return torch.stack([weights.pairs[name].b for weights in self.weights]).to(dtype)
+    def _stacked_b(self, name: str) -> Tensor:
+        return torch.stack([weights.pairs[name].b for weights in self.weights])
 
     def _gather(self, flat: Tensor) -> Tensor:
         """[T, D] -> [n, L, D]."""

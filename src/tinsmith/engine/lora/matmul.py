@@ -4,10 +4,6 @@ PyTorch reorders the matrix at every call, and in float32 it calls a library tha
 matrix reordered beforehand, a product of 8 rows takes 0.55 of the time in bfloat16, one of 64 rows 0.8 and one of 1,024
 rows 0.96; in float32 0.6 to 0.9 (benchmarks/NOTES.md). The backward needs the transposed matrix, so the two layouts
 take twice the memory of one matrix; `autotune` leaves matrices as they are where memory is short.
-
-Intel's processors with AVX512-BF16 whose AMX is switched off multiply float32 1.6 times as fast as bfloat16. There a
-bfloat16 matrix has a float32 copy for products of many rows: the factors are the same numbers, sums are float32 either
-way, and the result is rounded once.
 """
 
 from __future__ import annotations
@@ -15,14 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tinsmith.engine.model.precision import multiplies_float32_faster
-
 LAYOUT_ROWS = 128
 """The number of rows that oneDNN chooses the layout for; products of any number of rows work."""
-
-FLOAT32_ROWS = 48
-"""Products of fewer rows read the bfloat16 matrix: it is half as large, and their time is that of reading it. At 32
-rows both take as long, at 64 float32 is 1.2 to 1.3 times as fast."""
 
 
 class FrozenLinear:
@@ -32,7 +22,6 @@ class FrozenLinear:
         self.shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
         self._weight, self._bias = weight, bias
         self._transposed: Tensor | None = None
-        self._float32: Tensor | None = None
         self.reordered = False
         self.products = 0
         """Number of products so far, which shows that a slow pass does not hang."""
@@ -55,22 +44,13 @@ class FrozenLinear:
         if useful and not self.reordered:
             plain, self.reordered = self._weight, True
             self._weight = torch.ops.mkldnn._reorder_linear_weight(plain, LAYOUT_ROWS)
-            if self.dtype == torch.bfloat16 and multiplies_float32_faster():
-                self._float32 = plain.float()
-            elif backward:
+            if backward:
                 self._transposed = torch.ops.mkldnn._reorder_linear_weight(plain.T.contiguous(), LAYOUT_ROWS)
         return self
-
-    def takes_float32(self, rows: int) -> bool:
-        """Whether products of this many rows are float32, and so gain from float32 rows though W is bfloat16."""
-        return self._float32 is not None and rows >= FLOAT32_ROWS
 
     def __call__(self, rows: Tensor) -> Tensor:
         """rows [R, in] -> rows W^T + b [R, out], in new memory."""
         self.products += 1
-        if self._float32 is not None and self.takes_float32(len(rows)):
-            bias = None if self._bias is None else self._bias.float()
-            return torch.nn.functional.linear(rows.float(), self._float32, bias).to(rows.dtype)
         if self.reordered:
             return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
         return torch.nn.functional.linear(rows, self._weight, self._bias)
@@ -78,10 +58,6 @@ class FrozenLinear:
     def backward(self, grads: Tensor, onto: Tensor | None = None) -> Tensor:
         """grads [R, out] -> grads W [R, in], added to `onto` if given, whose memory may be reused."""
         self.products += 1
-        if self._float32 is not None:
-            wide = grads.float()
-            total = wide @ self._float32 if onto is None else onto.float().addmm_(wide, self._float32)
-            return total.to(grads.dtype)
         if not self.reordered:
             return grads @ self._weight if onto is None else onto.addmm_(grads, self._weight)
         assert self._transposed is not None

@@ -11,8 +11,7 @@ and backward called directly, so that gradients of a shared prefix accumulate in
 On CPUs with bfloat16 products, attention is instead computed as batched matrix products (`batched_attention`), with the
 query heads that share a key head folded into the rows. This is several times as fast as the flash kernel there, whose
 backward computes in float32. Its matrix of probabilities [Hkv, G Q, K] is saved for the backward where it is small and
-recomputed where it is not, so that memory grows linearly with the length of a row. Where float32 is multiplied faster
-than bfloat16, the products are float32.
+recomputed where it is not, so that memory grows linearly with the length of a row.
 
 Layers may differ in their rule: window, soft cap, sinks (`attention_kernels`). A window is a mask over depths along
 each row's path; keys that no query of a call sees are left out, so a long row costs its length times the window.
@@ -46,7 +45,6 @@ from tinsmith.engine.model.attention_kernels import (
 )
 from tinsmith.engine.model.attention_rule import AttentionRule
 from tinsmith.engine.model.packing import AttentionJob, PackedTree
-from tinsmith.engine.model.precision import multiplies_float32_faster
 from tinsmith.errors import Unsupported
 
 NAME = "tinsmith"
@@ -239,13 +237,11 @@ def _packed_forward(
     # [1, T, Hq, D] in memory, so that the output projection reads it without a copy.
     output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
     saved: list[Tensor] = []
-    dtype = query.dtype
-    query, key, value = _for_products(calls, query, key, value)
     for call in calls:
         own, keys, values = query[:, :, call.start : call.stop], _visible(key, call), _visible(value, call)
         if call.batched_mask is not None:
             result, probs = batched_attention(own, keys, values, call.batched_mask, rule)
-            saved.append(probs.to(dtype))
+            saved.append(probs)
         elif query.device.type == "cpu":
             result, logsumexp = flash_attention(own, keys, values, call.mask, rule)
             saved.append(logsumexp)
@@ -253,13 +249,6 @@ def _packed_forward(
             result = attend(own, keys, values, call.mask, rule)
         output[:, :, call.start : call.stop] = result
     return output, saved
-
-
-def _for_products(calls: Sequence[AttentionCall], *tensors: Tensor) -> Sequence[Tensor]:
-    """The tensors in the dtype that the batched products of a layer's calls multiply."""
-    batched = bool(calls) and calls[0].batched_mask is not None
-    wide = batched and tensors[0].device.type == "cpu" and multiplies_float32_faster()
-    return [tensor.float() for tensor in tensors] if wide else tensors
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -277,8 +266,7 @@ class _PackedAttention(torch.autograd.Function):
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, output, *saved = ctx.saved_tensors
-        query_grad, dtypes = torch.empty_like(query), (key.dtype, value.dtype)
-        output_grad, query, key, value = _for_products(ctx.calls, grads[0], query, key, value)
+        query_grad = torch.empty_like(query)
         # float32, because the keys of a shared prefix sum the gradients of many replies.
         key_grad, value_grad = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (key, value))
         for number, call in enumerate(ctx.calls):
@@ -286,21 +274,21 @@ class _PackedAttention(torch.autograd.Function):
             inputs = (query[:, :, own], _visible(key, call), _visible(value, call))
             if call.batched_mask is not None:
                 call_grads = batched_attention_backward(
-                    output_grad[:, :, own], *inputs, saved[number].to(output_grad), call.batched_mask, ctx.rule
+                    grads[0][:, :, own], *inputs, saved[number], call.batched_mask, ctx.rule
                 )
             elif query.device.type == "cpu":
                 call_grads = flash_attention_backward(
-                    output_grad[:, :, own], inputs, (output[:, :, own], saved[number]), call.mask, ctx.rule
+                    grads[0][:, :, own], inputs, (output[:, :, own], saved[number]), call.mask, ctx.rule
                 )
             else:
-                call_grads = _recomputed(output_grad[:, :, own], inputs, call.mask, ctx.rule)
+                call_grads = _recomputed(grads[0][:, :, own], inputs, call.mask, ctx.rule)
             query_grad[:, :, own] = call_grads[0]
             at = 0
             for start, stop in (*call.prefix, (call.start, call.stop)):
                 key_grad[:, :, start:stop] += call_grads[1][:, :, at : at + stop - start]
                 value_grad[:, :, start:stop] += call_grads[2][:, :, at : at + stop - start]
                 at += stop - start
-        return query_grad, key_grad.to(dtypes[0]), value_grad.to(dtypes[1]), None, None
+        return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), None, None
 
 
 def _recomputed(

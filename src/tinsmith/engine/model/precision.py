@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -28,17 +27,6 @@ def set_matmul_precision(dtype: torch.dtype) -> None:
     # cuDNN, which comes first on Hopper and Blackwell, builds a plan of up to 0.4 s for each new shape, and nearly
     # every decoding step and cached prefix has a shape of its own.
     torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-@cache
-def multiplies_float32_faster() -> bool:
-    """Whether this processor multiplies float32 faster than bfloat16, for which it has instructions too.
-
-    Intel's with AMX do while AMX is switched off, as in some virtual machines: 1.6 times as fast. They are the ones
-    with AVX512-FP16. It is no measurement, so that results do not depend on the machine's load.
-    """
-    has: Any = torch.cpu.get_capabilities()
-    return "Intel" in has.get("cpu_name", "") and bool(has.get("avx512_fp16")) and not has.get("amx_bf16")
 
 
 @contextmanager
