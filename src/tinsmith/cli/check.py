@@ -122,14 +122,13 @@ def _loss_lines(stage: RunConfig, *, gradients: bool) -> Iterator[str]:
     from tinsmith.rl.algorithms.losses.user_code import CustomLoss
     from tinsmith.rl.plugins import path_text
 
-    algorithm = stage.algorithm
+    algorithm, loss = stage.algorithm, stage.algorithm.loss
     require_torch("checking a policy loss")
     if not gradients:
-        try_loss(algorithm.loss)
+        try_loss(loss)
         return
-    loss = algorithm.loss
     name = path_text(loss.path).rpartition(":")[2] if isinstance(loss, CustomLoss) else loss.type
-    check = check_gradient(algorithm.loss, algorithm.aggregate, pairs=algorithm.learns_from == "pairs")
+    check = check_gradient(loss, algorithm.aggregate, pairs=algorithm.learns_from == "pairs")
     if not check.equal:
         raise ConfigError(
             f"The gradient of algorithm.loss {name} is {check.gradient:.6g} at a token where finite "

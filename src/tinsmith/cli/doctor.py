@@ -197,10 +197,10 @@ def _models(config: ServeConfig) -> Finding:
         return Finding("ok", "models", f"{', '.join(config.sources())}, without weights")
     require_torch("Loading a base model")
     from tinsmith.cli.catalog import cached
-    from tinsmith.engine.model.sources import check_path
+    from tinsmith.engine.config import check_source
 
     for source in config.sources():
-        check_path(source)
+        check_source(source)
     names = {model.name for model in cached()}
     missing = [source for source in config.sources() if source not in names and not Path(source).expanduser().exists()]
     if missing:

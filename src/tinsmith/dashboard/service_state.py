@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from operator import itemgetter
+from typing import Any, TypeVar
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,7 +23,7 @@ _SAMPLE_S = 2.0
 _RECENT_S = 60.0
 _TOKENS, _REQUESTS = "tinsmith_tokens_total", "tinsmith_requests_total"
 
-
+K = TypeVar("K")
 TokenCount = tuple[str, str]
 """Base model and kind of tokens, as of the metric."""
 
@@ -64,11 +65,11 @@ class Throughput:
 
     def per_second(self, model: str, kind: str) -> float | None:
         """Tokens of a model per second in the last minute of samples; None before the second sample."""
-        recent = [each for each in self._samples if each[0] >= self._samples[-1][0] - _RECENT_S]
         if len(self._samples) < 2:
             return None
-        first = recent[0] if len(recent) > 1 else self._samples[-2]
-        return _rate(first, self._samples[-1], [(model, kind)])
+        *before, last = self._samples
+        first = next((each for each in before if each[0] >= last[0] - _RECENT_S), before[-1])
+        return _rate(first, last, [(model, kind)])
 
     def chart(self) -> dict[str, Any]:
         """Tokens per second by kind between two samples, as a chart over Unix time."""
@@ -128,14 +129,11 @@ class ServiceClient:
             queues=queues["queues"],
             tenants=tenants["tenants"],
             sessions=sessions["sessions"],
-            tokens=_totals(samples, _TOKENS, "model", "kind"),
-            tenant_tokens={
-                owner: total
-                for (owner,), total in _totals(
-                    [each for each in samples if each[1].get("kind") != "prompt_cached"], _TOKENS, "owner"
-                ).items()
-            },
-            requests={outcome: total for (outcome,), total in _totals(samples, _REQUESTS, "outcome").items()},
+            tokens=_totals(samples, _TOKENS, itemgetter("model", "kind")),
+            tenant_tokens=_totals(
+                [each for each in samples if each[1].get("kind") != "prompt_cached"], _TOKENS, itemgetter("owner")
+            ),
+            requests=_totals(samples, _REQUESTS, itemgetter("outcome")),
         )
         self.throughput.add(time.time(), state.tokens)
         return state
@@ -163,11 +161,13 @@ def _samples(text: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
             yield sample.name, sample.labels, sample.value
 
 
-def _totals(samples: Sequence[tuple[str, Mapping[str, str], float]], name: str, *labels: str) -> Any:
-    """The sum of a metric for each combination of these labels."""
-    totals: dict[tuple[str, ...], float] = {}
-    for metric, own, value in samples:
+def _totals(
+    samples: Sequence[tuple[str, Mapping[str, str], float]], name: str, key_of: Callable[[Mapping[str, str]], K]
+) -> dict[K, float]:
+    """The sum of a metric for each key of its labels."""
+    totals: dict[K, float] = {}
+    for metric, labels, value in samples:
         if metric == name:
-            key = tuple(own[label] for label in labels)
+            key = key_of(labels)
             totals[key] = totals.get(key, 0.0) + value
     return totals

