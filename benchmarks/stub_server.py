@@ -19,9 +19,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tinsmith.engine.base import SampledSequence, SampleResult
-from tinsmith.service.wire.protobuf import encode_sampled
+from tinsmith.engine.base import PassResult, SampledSequence, SampleResult
+from tinsmith.service.wire.protobuf import encode_pass, encode_sampled
 
+TRAINED = encode_pass(PassResult(logprobs=(np.zeros(8, np.float32),), metrics={"loss:sum": 0.0}))
+"""The result of any forward_backward: that of one row of 8 tokens."""
 FLAGS = {"sample_use_retrieve_futures": True, "sample_join_sampling_session": True, "parallel_fwdbwd_chunks": False}
 
 
@@ -32,17 +34,26 @@ class Stub:
         self.polls = 0
         self._numbers = count()
         self._answers: dict[str, dict[str, Any]] = {}
-        self._samples: dict[str, bytes] = {}
+        self._messages: dict[str, bytes] = {}
+        """Results as protobuf."""
         self._ended: list[str] = []
         self._news = asyncio.Event()
 
     async def answer(self, name: str, request: Request) -> Response | dict[str, Any]:
         """Handle any POST request."""
-        body = await request.json() if name != "forward_backward" else {}
+        body: dict[str, Any] = {}
+        if name == "forward_backward":
+            await request.body()
+        else:
+            body = await request.json()
         if name in ("asample", "retrieve_future", "retrieve_futures"):
             return await self._sampling(name, body)
         if name == "create_model":
             return self._promise({"model_id": f"stub:train:{body['model_seq_id']}"})
+        if name == "forward_backward":
+            promise = self._promise({})
+            self._messages[promise["request_id"]] = TRAINED
+            return promise
         if name == "optim_step":
             return self._promise({"metrics": {}})
         responses = {
@@ -66,10 +77,10 @@ class Stub:
             asyncio.get_running_loop().call_later(self._seconds(body), self._end, request_id)
             return {"request_id": request_id, "sample_sequence_ids": [request_id]}
         if name == "retrieve_future":
-            sample = self._samples.get(body["request_id"])
-            if sample is None:
+            message = self._messages.get(body["request_id"])
+            if message is None:
                 return self._answers[body["request_id"]]
-            return Response(sample, media_type="application/x-protobuf")
+            return Response(message, media_type="application/x-protobuf")
         self.polls += 1
         if len(self._ended) <= body["prev_cursor"] and body.get("timeout") != 0:
             self._news.clear()
@@ -87,7 +98,7 @@ class Stub:
     def _end(self, request_id: str) -> None:
         tokens = np.array(divmod(time.time_ns() // 1000, 10**6), np.int32)
         sequence = SampledSequence(tokens=tokens, logprobs=np.zeros(2, np.float32), stop_reason="length")
-        self._samples[request_id] = encode_sampled(SampleResult(sequences=(sequence,)), None)
+        self._messages[request_id] = encode_sampled(SampleResult(sequences=(sequence,)), None)
         self._ended.append(request_id)
         self._news.set()
 

@@ -17,7 +17,7 @@ from tinsmith.imports import require_torch
 if TYPE_CHECKING:
     from tinsmith.service.config import ServeConfig
 
-EXACT = ("deterministic=true", "dtype=float32")
+EXACT = ("deterministic=true", "dtype=float32", "check_model=always")
 """Settings of a proof, unless others are given."""
 
 
@@ -30,9 +30,9 @@ def prove(
 ) -> None:
     """Prove on this machine that the service is exact: a small training run, repeated in four ways.
 
-    It starts a server of its own with deterministic=true and dtype=float32, in a temporary data folder. Compared are
-    the logprobs of sampler and trainer; and to the last bit the same run again, beside other clients, and with the
-    server killed.
+    It starts a server of its own with deterministic=true, dtype=float32 and check_model=always, in a temporary data
+    folder. Compared are the logprobs of sampler and trainer; and to the last bit the same run again, beside other
+    clients, and with the server killed.
 
     Exits with 1 if any check fails, else with 0.
 

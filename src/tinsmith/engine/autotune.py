@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 
 REORDER_MEMORY_SHARE = 4
 """Reordered weights may take one part in this many of the free memory."""
+REORDERED_FLOAT32 = 100_000
+"""Elements of the smallest float32 matrix that is reordered: the library needs 20 microseconds for any product, most of
+the time of one with a smaller matrix."""
 
 ACTIVATION_MEMORY_SHARE = 4
 """A micro-batch's activations may take one part in this many of the free memory. Rows of twice its tokens run without
@@ -64,7 +67,7 @@ MEASURED_TOKENS = 64
 def reorder_weights(base: BaseModel, free: int) -> None:
     """On a CPU, reorder the matrices of an adapted base if a second copy is a small part of the `free` bytes.
 
-    float32 matrices only with AVX-512: with AVX2 a pass is 1.05 to 1.1 times as fast without.
+    float32 matrices only with AVX-512, and only large ones: with AVX2 a pass is 1.05 to 1.1 times as fast without.
     """
     if base.dtype == torch.float32 and torch.backends.cpu.get_cpu_capability() != "AVX512":
         return
@@ -72,7 +75,8 @@ def reorder_weights(base: BaseModel, free: int) -> None:
     size = sum(matrix.shape.numel() * matrix.dtype.itemsize for matrix in matrices)
     if size * REORDER_MEMORY_SHARE <= free:
         for matrix in matrices:
-            matrix.reorder()
+            if matrix.dtype != torch.float32 or matrix.shape.numel() >= REORDERED_FLOAT32:
+                matrix.reorder()
 
 
 def compile_attention(base: BaseModel) -> BaseModel:
@@ -219,10 +223,13 @@ def tokens_that_fit(free: int, bytes_per_token: float, most: int) -> int:
 
 
 def activation_bytes_per_token(base: BaseModel, active: linear.ActiveAdapters) -> float:
-    """Bytes that the backward of one token keeps, in the layers and in the head.
+    """Bytes that the backward of one token keeps, in the layers and in the head."""
+    return base.checks.result("activation bytes", lambda: _measured_activations(base, active))
 
-    Measured in a small pass under an adapter, so that it holds for whatever modules and kernels are in use.
-    """
+
+def _measured_activations(base: BaseModel, active: linear.ActiveAdapters) -> float:
+    """The same, measured in a small pass under an adapter, so that it holds for whatever modules and kernels are in
+    use."""
     layout = linear.layout_for(base, LoraSpec(rank=8, seed=0, train_unembed=False))
     flat = layout.initial().to(base.device)
     weights = adapter.adapter_weights(layout, flat, base.dtype)

@@ -60,6 +60,9 @@ class EngineConfig(EngineOptions):
     part: Literal["all", "training", "sampling"] = "all"
     """What the process does, where others do the rest."""
 
+    keeps_checks: bool = False
+    """Whether checks that the model has passed at an earlier load are not repeated."""
+
     shards: int = 1
     """GPUs that hold a slice of the model each."""
 

@@ -128,6 +128,7 @@ class TorchEngine(EngineClient):
         modules = base.model.modules()
         self._matrices = [module.frozen for module in modules if isinstance(module, linear.LoraLinear)]
         quantized_linear.keep_decoded(self._matrices, autotune.decoded_bytes(base, memory))
+        base.checks.keep()
         self._heap.trim()  # reordered weights have freed the original ones
         self._card = replace(
             base.card,

@@ -70,6 +70,11 @@ class ServeConfig(EngineOptions):
     """`torch` runs the base models. `fake` computes results by simple arithmetic, without a model and without tensors,
     for tests and to try the API."""
 
+    check_model: Literal["once", "always"] = "once"
+    """When an engine on a CPU compares its computations with transformers' own as it loads a base model: `always`, or
+    `once` for the model's config, the settings, the versions and the processor. The results are in the folder of
+    converted models ($TINSMITH_CACHE, ~/.cache/tinsmith)."""
+
     cluster: Annotated[
         ClusterConfig,
         Needs("store", key="cache"),
@@ -301,5 +306,6 @@ class ServeConfig(EngineOptions):
             vllm_gpus=max(self.cluster.sampler_gpus, self.vllm.gpus),
             part="training" if self.cluster.samplers else "all",
             shards=self.cluster.trainers if self.cluster.shard else 1,
+            keeps_checks=self.check_model == "once",
             **options,
         )

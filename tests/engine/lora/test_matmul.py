@@ -44,6 +44,9 @@ def test_weights_are_reordered_if_memory_allows(tiny_llama: Path, monkeypatch: p
     autotune.reorder_weights(base, autotune.REORDER_MEMORY_SHARE * size)
     assert not any(matrix.reordered for matrix in matrices)  # float32 is faster without
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    autotune.reorder_weights(base, autotune.REORDER_MEMORY_SHARE * size)
+    assert not any(matrix.reordered for matrix in matrices)  # small float32 matrices too
+    monkeypatch.setattr(autotune, "REORDERED_FLOAT32", 0)
     autotune.reorder_weights(base, autotune.REORDER_MEMORY_SHARE * size - 1)
     assert not any(matrix.reordered for matrix in matrices)
     autotune.reorder_weights(base, autotune.REORDER_MEMORY_SHARE * size)

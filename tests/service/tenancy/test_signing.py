@@ -30,6 +30,15 @@ def test_sdk_reads_expiry_and_owner_of_a_token() -> None:
     assert (claims["sub"], claims["org_id"]) == (urn("ada"), "ada")
 
 
+def test_token_that_was_read_before_is_refused_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    signer = Signer(SECRET)
+    token = signer.issue_token("ada", 7, "b")
+    assert [signer.read_token(token) for _ in range(2)] == [(7, "b")] * 2
+    end = time.time() + TOKEN_S
+    monkeypatch.setattr("tinsmith.service.tenancy.signing.time.time", lambda: end)
+    assert signer.read_token(token) is None
+
+
 @pytest.mark.parametrize(
     "fault", ["another secret", "unsigned", "changed", "over", "no end", "a weights token", "no token"]
 )

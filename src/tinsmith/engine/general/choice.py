@@ -23,6 +23,7 @@ from tinsmith.engine.general import cache
 from tinsmith.engine.general.cache import CachedRows
 from tinsmith.engine.general.model import GeneralModel
 from tinsmith.engine.images.tower import VisionTower
+from tinsmith.engine.load_checks import LoadChecks
 from tinsmith.engine.lora import targets
 from tinsmith.engine.lora.linear import ActiveAdapters
 from tinsmith.engine.lora.lm_head import LMHead
@@ -86,6 +87,7 @@ def prepare(
     source: str,
     tokenizer_source: str,
     vision: VisionTower | None = None,
+    checks: LoadChecks | None = None,
 ) -> GeneralModel:
     """Freeze and check a model. Raises Unsupported if transformers' own logits do not come out.
 
@@ -102,6 +104,7 @@ def prepare(
         model=model,
         body=_body(model),
         tokenizer=tokenizer,
+        checks=checks or LoadChecks(),
     )
     try:
         return checked(base, name)

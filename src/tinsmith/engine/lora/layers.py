@@ -9,8 +9,8 @@ must give the original's output on the same inputs, and the whole model the same
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ MIN_NORM_WEIGHT = 2.0**20
 """In units of the dtype's smallest normal number. A norm with a smaller weight saves its inputs for the backward,
 because they cannot be recovered from its output."""
 
+Replacement = tuple[nn.Module, str, nn.Module]
+"""A module's parent, its name there, and what replaces it."""
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
@@ -170,19 +172,39 @@ def replace_layers(base: BaseModel) -> BaseModel:
     for module in base.model.modules():
         if isinstance(module, GatedDeltaNet):
             module.project = FusedProjections(*module.adapted)  # type: ignore[arg-type]
-    replacements = list(_replacements(base))
-    if not replacements:
+    replacements = _replacements(base)
+    rules = base.checks.result("layers", lambda: _rules(base, replacements)) if replacements else None
+    if rules is None:
         return base
+    for attention, rule in zip(_attentions(replacements), rules, strict=True):
+        attention.rule = AttentionRule(**rule)
+    for parent, name, module in replacements:
+        setattr(parent, name, module)
+    return replace(base, float32_residual=True)
+
+
+def _attentions(replacements: Sequence[Replacement]) -> list[Attention]:
+    return [module for _, _, module in replacements if isinstance(module, Attention)]
+
+
+def _rules(base: BaseModel, replacements: Sequence[Replacement]) -> list[dict[str, Any]] | None:
+    """The fields of the rule of each attention among the replacements; None if they compute something else than the
+    modules that they replace."""
+    rotary = base.body.get_submodule("rotary_emb")
+    for parent, name, module in replacements[:-1]:  # the last is the rotary embedding
+        if not _same_outputs(base, parent.get_submodule(name), module, rotary):
+            return None
     expected = probe(base)
     originals = [(parent, name, parent.get_submodule(name)) for parent, name, _ in replacements]
     for parent, name, module in replacements:
         setattr(parent, name, module)
-    replaced = replace(base, float32_residual=True)
-    if same_hidden_states(replaced, expected):
-        return replaced
+    agree = same_hidden_states(replace(base, float32_residual=True), expected)
     for parent, name, module in originals:
         setattr(parent, name, module)
-    return base
+    if not agree:
+        return None
+    rules = [module.rule for module in _attentions(replacements)]
+    return [{field.name: getattr(rule, field.name) for field in fields(rule)} for rule in rules]
 
 
 def replace_layers_as(base: BaseModel, probe_base: BaseModel) -> BaseModel:
@@ -212,8 +234,9 @@ def same_hidden_states(replaced: BaseModel, expected: Tensor) -> bool:
     return bool(error < TOLERANCE[replaced.dtype])
 
 
-def _replacements(base: BaseModel) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """(parent, child's name, replacement) if all norms, attentions and MLPs of the body can be replaced.
+def _replacements(base: BaseModel) -> list[Replacement]:
+    """The replacements of all norms, attentions and MLPs of the body, and of its rotary embedding; empty if some cannot
+    be replaced.
 
     A layer has an MLP, or experts, which stay as they are, and possibly an MLP that all tokens share.
     """
@@ -234,10 +257,8 @@ def _replacements(base: BaseModel) -> Iterator[tuple[nn.Module, str, nn.Module]]
     rotary = dict(body.named_children()).get("rotary_emb")
     complete = attentions and norms == 2 * mixers + 1 and mlps == linear_mlps and mlps + mixtures >= mixers
     if not rotary or not complete:
-        return
-    if all(_same_outputs(base, parent.get_submodule(name), module, rotary) for parent, name, module in replacements):
-        yield from replacements
-        yield body, "rotary_emb", RotaryEmbedding(rotary, next(body.parameters()).dtype)
+        return []
+    return [*replacements, (body, "rotary_emb", RotaryEmbedding(rotary, next(body.parameters()).dtype))]
 
 
 def _same_outputs(base: BaseModel, original: nn.Module, replacement: nn.Module, rotary: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from tinsmith.engine.base import ModelCard
 from tinsmith.engine.images.rows import ImageTokens
 from tinsmith.engine.images.tower import VisionTower, VisualInputs
+from tinsmith.engine.load_checks import LoadChecks
 from tinsmith.engine.model import attention, packing
 from tinsmith.engine.model.architectures.uniform_kv import UniformKV
 from tinsmith.engine.model.hybrid.states import HybridContext, RecurrentShape, hybrid_context
@@ -43,6 +44,8 @@ class BaseModel:
     """Computes the features of images; None for a model that takes none."""
     uniform_kv: UniformKV | None = None
     """The shape of all layers' keys and values, if layers differ in it."""
+    checks: LoadChecks = field(default_factory=LoadChecks)
+    """Results of the checks at load."""
     per_layer_embeddings: bool = False
     """Whether each layer reads the token ids through embeddings of its own."""
 

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from tinsmith.engine.base import ModelCard
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.images import tower
 from tinsmith.engine.images.tower import VisionTower
+from tinsmith.engine.load_checks import LoadChecks, checks_of
 from tinsmith.engine.model import attention, footprint, precision, quantization, self_check, support
 from tinsmith.engine.model.architectures import latents, longrope
 from tinsmith.engine.model.base_model import BaseModel
@@ -46,6 +48,7 @@ class LoadedModel(NamedTuple):
     source: str
     tokenizer_source: str
     vision: VisionTower | None = None
+    checks: LoadChecks | None = None
 
 
 def load(config: EngineConfig) -> BaseModel:
@@ -84,7 +87,8 @@ def read(config: EngineConfig) -> LoadedModel:
         vision = None
         if auto is AutoModelForImageTextToText:
             model, vision = tower.detach(model, processor)
-    return LoadedModel(model, tokenizer, config.source, located.tokenizer, vision if processor is not None else None)
+    checks = checks_of(config, Path(located.folder)) if device.type == "cpu" else None
+    return LoadedModel(model, tokenizer, config.source, located.tokenizer, vision if processor else None, checks)
 
 
 @contextmanager
@@ -113,6 +117,7 @@ def prepare(
     source: str,
     tokenizer_source: str,
     vision: VisionTower | None = None,
+    checks: LoadChecks | None = None,
 ) -> BaseModel:
     """Freeze and check a model with eager attention. Raises Unsupported if it is not supported."""
     model.eval().requires_grad_(False)
@@ -132,6 +137,7 @@ def prepare(
         recurrent=recurrent,
         latent_width=latents.install(model, attention.NAME),
         vision=vision,
+        checks=checks or LoadChecks(),
         per_layer_embeddings=support.TOKEN_TABLE in dict(body.named_children()),
     )
     base = self_check.with_flex_attention(base)

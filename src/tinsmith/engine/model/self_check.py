@@ -53,10 +53,13 @@ def compiled_or_without(base: BaseModel, compute: Callable[[BaseModel], object])
 
 
 def check(base: BaseModel) -> None:
-    """Raises NotComputable unless the packed path agrees with transformers' eager attention.
+    """Raises NotComputable unless the packed path agrees with transformers' eager attention, which it then replaces."""
+    base.checks.result("attention", lambda: _check(base))
+    base.model.set_attn_implementation(attention.register())
 
-    Compared in float32, where rounding hides nothing, and then in the model's own dtype.
-    """
+
+def _check(base: BaseModel) -> None:
+    """Compare in float32, where rounding hides nothing, and then in the model's own dtype."""
     name = f"{base.card.source} ({base.card.arch})"
     try:
         with in_float32(base.model):
@@ -75,10 +78,7 @@ def check(base: BaseModel) -> None:
 
 @torch.no_grad()
 def _error(base: BaseModel, dtype: torch.dtype) -> float:
-    """Mean error of the logits in units of their standard deviation, which a wrong mask or scale makes large.
-
-    Leaves the model with the packed path's attention.
-    """
+    """Mean error of the logits in units of their standard deviation, which a wrong mask or scale makes large."""
     base.model.set_attn_implementation("eager")
     expected = base.model(input_ids=_probe_tokens(base).to(base.device)).logits.float()
     base.model.set_attn_implementation(attention.register())

@@ -53,7 +53,7 @@ class TorchSampler:
         )
         self.batch: RunningBatch = batch or RunningBatch(base, head, active, self._scheduler, attend_pages)
         if batch is None and attend_pages is None:  # pages are checked where they are chosen
-            decode_check.check(base, self.batch.kv_cache)
+            base.checks.result("decoding", lambda: decode_check.check(base, self.batch.kv_cache))
         self._waiting: list[SampleJob] = []
         self._loop: asyncio.Task[None] | None = None
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -47,6 +47,8 @@ class GroupWriter:
         self._records = records
         self._files = files
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._connection: Connection | None = None
+        """Of SQLite, for all transactions; only the thread uses it."""
         self._waiting: deque[_Waiting] = deque()
         self._running: Sequence[_Waiting] = ()
         self._transaction: asyncio.Future[Changes] | None = None
@@ -91,7 +93,8 @@ class GroupWriter:
                 await self.submit(Write(apply=lambda batch: None, waits=False))
         if self._task is not None:
             await asyncio.wait([self._task])
-        self._thread.shutdown(wait=False)
+        self._thread.submit(self._close_connection)
+        self._thread.shutdown(wait=True)
 
     async def _drain(self) -> None:
         """Execute groups until nobody waits for a write."""
@@ -146,7 +149,7 @@ class GroupWriter:
     def _execute_in_parts(self, parts: Sequence[Sequence[Write[Any]]], *, savepoints: bool = False) -> Changes:
         changes: Changes = {}
         used: Sequence[int] | None = None
-        with self._engine.begin() as db:
+        with self._begun() as db:
             dropped_files = False
             for part in parts:
                 batch = Batch(db, self._records, self._files, changes)
@@ -167,6 +170,28 @@ class GroupWriter:
             with suppress(OSError):  # the next removal, or the next start, removes them
                 self._files.remove_all_but(used)
         return changes
+
+    @contextmanager
+    def _begun(self) -> Iterator[Connection]:
+        """A transaction. That of SQLite is on one connection for all, which takes half the time of another from the
+        pool for each; a server's may be closed meanwhile, which the pool finds out."""
+        if self._engine.dialect.name != "sqlite":
+            with self._engine.begin() as db:
+                yield db
+            return
+        if self._connection is None:
+            self._connection = self._engine.connect()
+        try:
+            with self._connection.begin():
+                yield self._connection
+        except BaseException:
+            self._close_connection()
+            raise
+
+    def _close_connection(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
 
 def segments_in_use(db: Connection) -> Sequence[int]:

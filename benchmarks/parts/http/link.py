@@ -1,6 +1,6 @@
 """The connection to an engine: a socket pair to a child process, against TCP to a process in a slot, also with TLS.
 
-`python -m benchmarks.parts.link` starts a fake engine in each way and prints a table: the time of a call that does
+`python -m benchmarks.parts.http.link` starts a fake engine in each way and prints a table: the time of a call that does
 nothing, and of a pass with 256 rows. It needs no GPU and takes half a minute.
 """
 

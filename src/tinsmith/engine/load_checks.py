@@ -1,0 +1,113 @@
+"""Results of the checks at load, kept in the cache folder: a model that has passed them is not computed again.
+
+The checks compare this engine's computations with transformers' own (`model.self_check`, `lora.layers`,
+`sampling.decode_check`). Their results follow from the model's config, the settings, the programs and the processor, so
+they are kept under a digest of all of these, and any difference has the checks run again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tinsmith.atomic import atomic_write
+from tinsmith.engine.config import EngineConfig, cache_folder
+
+log = logging.getLogger(__name__)
+
+PACKAGES = ("torch", "transformers", "numpy")
+ENVIRONMENT = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "TORCH")
+"""Prefixes of variables that choose kernels."""
+MAX_FILES = 256
+"""Files that are kept; the oldest are deleted first."""
+
+R = TypeVar("R")
+
+
+class LoadChecks:
+    """Results of the checks of one model, by the name of the check."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        """`file` has the results of earlier loads; without one, every check runs, and no result is kept."""
+        self._file = file
+        self._results: dict[str, Any] = {}
+        self._is_changed = False
+        if file is not None:
+            with suppress(OSError, TypeError, ValueError):  # none yet, or not whole
+                self._results = dict(json.loads(file.read_bytes()))
+
+    def result(self, name: str, check: Callable[[], R]) -> R:
+        """What a check returns, or has returned at an earlier load. One that raises is not kept."""
+        if name not in self._results:
+            self._results[name] = check()
+            self._is_changed = True
+        return self._results[name]
+
+    def keep(self) -> None:
+        """Keep the results for later loads, those that can be written as JSON. Called when the model is loaded."""
+        if self._file is None or not self._is_changed:
+            return
+        texts = {}
+        for name, result in self._results.items():
+            with suppress(TypeError):
+                texts[name] = json.dumps(result)
+        content = "{" + ", ".join(f"{json.dumps(name)}: {text}" for name, text in texts.items()) + "}"
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(self._file, content.encode())
+            files = sorted(self._file.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
+            for old in files[:-MAX_FILES]:
+                old.unlink(missing_ok=True)
+        except OSError as error:
+            log.info("The results of the checks at load are not kept, so the next start repeats them: %s", error)
+
+
+def checks_of(config: EngineConfig, folder: Path) -> LoadChecks:
+    """The checks of a model with these settings, whose files are in a folder."""
+    if not config.keeps_checks:
+        return LoadChecks()
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (*_model(config, folder), *_programs(), *_machine()):
+        digest.update(f"{len(part)}:".encode() + part)
+    return LoadChecks(cache_folder() / "checks" / f"{digest.hexdigest()}.json")
+
+
+def _model(config: EngineConfig, folder: Path) -> Iterator[bytes]:
+    """The settings, and the model's config and files. Both sides of a check read the same weights: a size will do."""
+    yield config.model_dump_json(exclude={"source"}).encode()
+    for file in sorted(file for file in folder.iterdir() if file.is_file()):
+        yield f"{file.name} {file.stat().st_size}".encode()
+        if file.suffix in (".json", ".py") and file.stat().st_size < 1 << 20:
+            yield file.read_bytes()
+
+
+def _programs() -> Iterator[bytes]:
+    """Versions of the packages, and this engine's own code."""
+    yield sys.version.encode()
+    for package in PACKAGES:
+        yield f"{package} {version(package)}".encode()
+    here = Path(__file__).parent
+    for file in sorted(here.rglob("*")):
+        if file.is_file() and file.suffix != ".pyc":
+            yield str(file.relative_to(here)).encode()
+            yield file.read_bytes()
+
+
+def _machine() -> Iterator[bytes]:
+    """The processor, and the variables that choose its kernels."""
+    yield platform.platform().encode()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+        yield b"\n".join(sorted({line for line in lines if line.startswith((b"model name", b"flags", b"Features"))}))
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(ENVIRONMENT):
+            yield f"{name}={value}".encode()
