@@ -53,7 +53,8 @@ def main() -> None:
     if arguments.into:
         _measure(arguments)
         return
-    results = RESULTS / (arguments.name or ("speed" if arguments.dtype == "bfloat16" else f"speed-{arguments.dtype}"))
+    results = RESULTS / (arguments.name or ("speed" if arguments.dtype == "auto" else f"speed-{arguments.dtype}"))
+    arguments.dtype = _dtype(arguments)
     parts = table.read(results)
     failed = []
     for part in arguments.only or PARTS:
@@ -80,11 +81,26 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of both sides")
     parser.add_argument("--turns", type=int, default=3, help="turns of long work; short work has more")
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the base model on both sides"
+        "--dtype",
+        choices=("auto", "bfloat16", "float32"),
+        default="auto",
+        help="dtype of the base model on both sides; auto: the one that the engine takes on this machine",
     )
-    parser.add_argument("--name", help="of the files in benchmarks/results: speed, or speed-float32")
+    parser.add_argument("--name", help="of the files in benchmarks/results: speed, or speed-DTYPE")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def _dtype(arguments: argparse.Namespace) -> str:
+    if arguments.dtype != "auto":
+        return arguments.dtype
+    import torch
+    from transformers import AutoConfig
+
+    from tinsmith.engine.model import loading, sources
+
+    settings = AutoConfig.from_pretrained(sources.locate(arguments.model).folder)
+    return str(loading.dtype_of("auto", torch.device("cpu"), settings)).removeprefix("torch.")
 
 
 def _apart(part: str, arguments: argparse.Namespace) -> list[Line] | None:

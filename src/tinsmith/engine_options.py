@@ -73,8 +73,10 @@ class DeviceOptions(Settings):
     """Device settings of base models."""
 
     dtype: Dtype = "auto"
-    """Data type of the base models. `auto` picks bfloat16 where the hardware supports it natively (GPUs; CPUs with
-    AVX512-BF16 or AMX), else float32. Adapters and optimizer state are float32."""
+    """Data type of the base models. `auto` picks bfloat16 where the hardware multiplies it natively (GPUs; CPUs with
+    AVX512-BF16 or AMX), else float32; on CPUs that multiply float32 faster than bfloat16 (Intel's with AMX switched
+    off), float32 for models whose weights then take at most an eighth of the memory. Adapters and optimizer state are
+    float32."""
 
     device: Device = "auto"
     """Device of the base models. `auto` picks a GPU if there is one."""

@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from tests.engine.data import LOSSES, pass_for
 from tests.engine.inspection import gradients_of
 from tests.engine.reference import assert_same
 from tinsmith.engine import autotune
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.model import loading
-from tinsmith.engine.model.memory import free_bytes
+from tinsmith.engine.model import footprint, loading, precision
+from tinsmith.engine.model.memory import free_bytes, total_bytes
+from tinsmith.engine.model.precision import cpu_bfloat16
 from tinsmith.errors import ConfigError
 from tinsmith.settings import build
 
@@ -125,5 +127,57 @@ def test_bfloat16_only_where_a_gpu_has_it(monkeypatch: pytest.MonkeyPatch):
         assert loading.dtype_of("auto", torch.device("cuda")) is dtype
 
 
-def test_free_bytes_of_this_machine_are_plausible():
-    assert 0 < free_bytes() < 2**50
+@pytest.mark.parametrize(
+    ("vendor", "flags", "tiles", "has_bfloat16", "speed"),
+    [
+        ("GenuineIntel", "avx512_bf16 avx512_fp16", False, True, "slow"),
+        ("GenuineIntel", "avx512_bf16 avx512_fp16", True, True, "fast"),
+        ("GenuineIntel", "avx512_bf16", False, True, "fast"),
+        ("AuthenticAMD", "avx512_bf16 avx512_fp16", False, True, "fast"),
+        ("GenuineIntel", "avx2", False, False, "emulated"),
+    ],
+)
+def test_speed_of_bfloat16_is_read_from_the_processor(
+    vendor: str,
+    flags: str,
+    tiles: bool,
+    has_bfloat16: bool,
+    speed: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bfloat16)
+    cpu = {"proc/cpuinfo": f"vendor_id : {vendor}\nflags : fpu {flags} sse\n"}
+    assert cpu_bfloat16(machine(tmp_path, 1, "", cpu)) == speed
+
+
+def test_undescribed_cpu_is_as_fast_as_its_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert cpu_bfloat16(tmp_path) == "fast"
+
+
+def test_float32_where_it_is_faster_and_fits(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):
+    settings, device = AutoConfig.from_pretrained(tiny_llama), torch.device("cpu")
+    size = footprint.footprint(settings, torch.float32, device, four_bit=False).weights
+    for speed, memory, dtype in (
+        ("slow", 8 * size, torch.float32),
+        ("slow", 8 * size - 1, torch.bfloat16),
+        ("fast", 100 * size, torch.bfloat16),
+        ("emulated", size, torch.float32),
+    ):
+        monkeypatch.setattr(precision, "cpu_bfloat16", lambda speed=speed: speed)
+        monkeypatch.setattr(loading, "total_bytes", lambda memory=memory: memory)
+        assert loading.dtype_of("auto", device, settings) is dtype
+        assert loading.dtype_of("bfloat16", device, settings) is torch.bfloat16
+
+
+def test_total_bytes_are_those_of_the_machine_or_of_its_limits(tmp_path: Path):
+    assert total_bytes(machine(tmp_path / "bare", 1, "0::/\n")) == 9 * 1024
+    limited = {"sys/fs/cgroup/a/memory.max": "5000\n", "sys/fs/cgroup/a/b/memory.max": "max\n"}
+    assert total_bytes(machine(tmp_path / "limited", 1, "0::/a/b\n", limited)) == 5000
+
+
+def test_memory_of_this_machine_is_plausible():
+    assert 0 < free_bytes() < total_bytes() < 2**50

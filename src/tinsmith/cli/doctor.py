@@ -72,6 +72,8 @@ def _torch(config: ServeConfig) -> Finding:
     require_torch("The engine", "A client of another server needs none.")
     import torch
 
+    from tinsmith.engine.model.precision import cpu_bfloat16
+
     if config.device == "cuda" and not torch.cuda.is_available():
         return Finding(
             "fail", "torch", f"{torch.__version__} finds no GPU", "Install a CUDA build, or use --device cpu."
@@ -83,13 +85,15 @@ def _torch(config: ServeConfig) -> Finding:
         return Finding("ok", "torch", message)
     cores = os.cpu_count() or 1
     threads = config.threads or torch.get_num_threads()
-    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    speed = cpu_bfloat16()
     size = f"{counted(threads, 'thread')} on {counted(cores, 'core')}"
-    message = f"{torch.__version__} on the CPU, {size}, bfloat16 is {'fast' if fast else 'slow'}"
+    note = {"fast": "fast", "slow": "slower than float32", "emulated": "slow"}[speed]
+    message = f"{torch.__version__} on the CPU, {size}, bfloat16 is {note}"
     if threads > cores:
         return Finding("warn", "torch", message, f"Use --threads {cores} or fewer.")
-    if config.dtype == "bfloat16" and not fast:
-        return Finding("warn", "torch", message, "Use --dtype auto, which picks float32 on this CPU.")
+    if config.dtype == "bfloat16" and speed != "fast":
+        which = "" if speed == "emulated" else " for models that leave room for it"
+        return Finding("warn", "torch", message, f"Use --dtype auto, which picks float32 on this CPU{which}.")
     return Finding("ok", "torch", message)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from tinsmith.engine.base import ModelCard
@@ -33,11 +33,16 @@ from tinsmith.engine.model import attention, footprint, precision, quantization,
 from tinsmith.engine.model.architectures import latents, longrope
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.hybrid import gated_delta_net
+from tinsmith.engine.model.memory import total_bytes
 from tinsmith.engine.model.mixture import routing
 from tinsmith.engine.model.sources import load_errors, locate
 from tinsmith.errors import ConfigError
 
 log = logging.getLogger(__name__)
+
+FLOAT32_MEMORY_SHARE = 8
+"""Where a CPU multiplies float32 faster than bfloat16, `dtype: auto` takes float32 for models whose weights then take
+at most one part in this many of the memory: products use two more copies of them."""
 
 
 class LoadedModel(NamedTuple):
@@ -60,13 +65,13 @@ def load(config: EngineConfig) -> BaseModel:
 def read(config: EngineConfig) -> LoadedModel:
     """Read a model's files. Raises ConfigError."""
     device = device_of(config.device)
-    dtype = dtype_of(config.dtype, device)
     located = locate(config.source)
     if not sys.stderr.isatty():  # progress bars clutter a log
         disable_progress_bar()
     with load_errors(config.source):
         tokenizer = AutoTokenizer.from_pretrained(located.folder)
         settings = AutoConfig.from_pretrained(located.folder)
+        dtype = dtype_of(config.dtype, device, settings)
         # A tower in 4-bit blocks, or one without the files of its processor, stays unused.
         processor = None if config.quantize == "4bit" else tower.processor_of(located.folder, settings)
     options = quantization.load_options(config.source, settings, config.quantize, device, dtype)
@@ -157,15 +162,17 @@ def device_of(setting: str) -> torch.device:
     return torch.device("cuda" if setting != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def dtype_of(setting: str, device: torch.device) -> torch.dtype:
-    """The data type that a setting names on a device."""
+def dtype_of(setting: str, device: torch.device, settings: PreTrainedConfig | None = None) -> torch.dtype:
+    """The data type that a setting names for a model of these settings, which only CPUs need."""
     if setting != "auto":
         return getattr(torch, setting)
     if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if native else torch.float32
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    speed = precision.cpu_bfloat16()
+    if speed == "slow" and settings is not None:
+        wide = footprint.footprint(settings, torch.float32, device, four_bit=False).weights
+        return torch.float32 if FLOAT32_MEMORY_SHARE * wide <= total_bytes() else torch.bfloat16
+    return torch.float32 if speed == "emulated" else torch.bfloat16
 
 
 def card_of(source: str, tokenizer_source: str, model: PreTrainedModel, tokenizer: Any) -> ModelCard:

@@ -94,20 +94,38 @@ def _mallinfo2(library: ctypes.CDLL | None) -> Callable[[], _Heap] | None:
 
 def free_bytes(root: Path = Path("/")) -> int:
     """Bytes that this process can still allocate: the machine's available memory, within its control groups' limits."""
-    meminfo = root / "proc/meminfo"
-    if not meminfo.is_file():  # not Linux: half of the physical memory
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    return min([int(lines["MemAvailable"].split()[0]) * 1024, *_cgroup_headroom(root)])
+    meminfo = _meminfo(root)
+    if not meminfo:  # not Linux: half of the physical memory
+        return total_bytes(root) // 2
+    return min([meminfo["MemAvailable"], *_cgroup_headroom(root)])
+
+
+def total_bytes(root: Path = Path("/")) -> int:
+    """Bytes of the machine's memory, or of the least limit of its control groups."""
+    physical = _meminfo(root).get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *(most for _, _, most in _limited_cgroups(root))])
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    """Bytes by the names of Linux; empty elsewhere."""
+    file = root / "proc/meminfo"
+    lines = [line.split() for line in file.read_text().splitlines()] if file.is_file() else []
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines}
 
 
 def _cgroup_headroom(root: Path) -> Iterator[int]:
     """Bytes left below the limit of each control group (version 1 or 2); cached file pages count as free."""
+    for folder, used, most in _limited_cgroups(root):
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+        yield max(0, most - int((folder / used).read_text()) + cached)
+
+
+def _limited_cgroups(root: Path) -> Iterator[tuple[Path, str, int]]:
+    """(folder, file of the usage, bytes allowed) of the control groups that limit memory."""
     for folder, limit, used in _cgroups(root):
         if (folder / limit).is_file() and (most := (folder / limit).read_text().strip()) != "max":
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
-            yield max(0, int(most) - int((folder / used).read_text()) + cached)
+            yield folder, used, int(most)
 
 
 def _cgroups(root: Path) -> Iterator[tuple[Path, str, str]]:

@@ -88,7 +88,7 @@ def prepare(config: EngineConfig, mesh: DeviceMesh) -> PreparedBase:
         tokenizer = AutoTokenizer.from_pretrained(located.folder)
     _refuse(config, settings)
     device = loading.device_of(config.device)
-    dtype = loading.dtype_of(config.dtype, device)
+    dtype = loading.dtype_of(config.dtype, device, settings)
     probe = _probe(config, settings, Path(located.folder), tokenizer, dtype)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation="eager")
