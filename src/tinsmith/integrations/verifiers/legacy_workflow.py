@@ -19,7 +19,7 @@ from typing import Any
 from typing_extensions import override
 
 from tinsmith.integrations.verifiers.rollouts import NO_LOGPROB, has_logprobs
-from tinsmith.rl.guards.user_code import describe
+from tinsmith.rl.guards.user_code import contained, describe
 from tinsmith.rl.plugins import await_if_needed
 from tinsmith.rl.policy.agent_endpoint import AgentSession
 from tinsmith.rl.policy.chat_session import MODEL
@@ -66,11 +66,14 @@ class LegacyWorkflow(Workflow):
         from openai import AsyncOpenAI
 
         client: Any = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0, timeout=None)
-        try:
+
+        async def rolled_out() -> Any:
             async with client:
-                state = await self._environment.rollout(deepcopy(task.extra[ROW]), _adapted(client), MODEL, {})
-        except Exception as error:  # noqa: BLE001  the environment's code: its error fails this rollout
-            return describe(error)
+                return await self._environment.rollout(deepcopy(task.extra[ROW]), _adapted(client), MODEL, {})
+
+        state = await contained(rolled_out(), describe)
+        if isinstance(state, str):
+            return state
         if error := state.get("error"):
             return f"{type(error).__name__}: {error.__cause__ or error}"
         return state if session.turns else "the environment sampled no reply"
@@ -91,9 +94,7 @@ class LegacyWorkflow(Workflow):
         # Versions before 0.2 take a semaphore for the reward functions.
         more = {"score_sem": nullcontext()} if "score_sem" in inspect.signature(score).parameters else {}
         try:
-            await score(scored, **more)
-        except Exception as error:  # noqa: BLE001  the environment's code
-            failures.append(describe(error))
+            await contained(score(scored, **more), lambda error: failures.append(describe(error)))
         finally:
             self._failures.reset(token)
         return f"reward: {failures[0]}" if failures else ""

@@ -55,6 +55,16 @@ def is_fault(error: BaseException) -> bool:
     return not isinstance(error, Interrupted | GeneratorExit)
 
 
+async def contained(work: Awaitable[T], failed: Callable[[BaseException], T]) -> T:
+    """The result of awaiting `work`, or what `failed` makes of an exception that user code caused."""
+    try:
+        return await work
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        return failed(error)
+
+
 def describe(error: BaseException) -> str:
     """The type and message of an exception, cut to MAX_LENGTH, and the line of user code that raised it.
 

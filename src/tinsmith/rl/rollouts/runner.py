@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tinsmith.rl.guards.user_code import Stuck, bounded, describe, is_fault, run_user_code
+from tinsmith.rl.guards.user_code import Stuck, bounded, contained, describe, run_user_code
 from tinsmith.rl.policy.request_limit import AttemptClock, RequestLimit
 from tinsmith.rl.policy.sampling import Snapshot, request_seed
 from tinsmith.rl.rollouts.failures import CANCELLED
@@ -206,17 +206,18 @@ class RolloutRunner:
                     limited = self.requests.around(policy, clock)
                     return await run_user_code(workflow.run(group.task, limited, count=len(slots), seed=seed))
 
-            try:
+            async def rolled_out() -> tuple[Rollout, ...]:
                 rollouts = checked(await bounded(attempt(), lambda: clock.expired), len(slots))
                 self._success_seconds += clock.seconds
                 self._successes += 1
-            except BaseException as error:
-                if not is_fault(error):
-                    raise
+                return rollouts
+
+            def failed(error: BaseException) -> tuple[Rollout, ...]:
                 timed_out = isinstance(error, TimeoutError | Stuck) and clock.expired
                 message = f"timed out after {limit:.3g} seconds" if timed_out else describe(error)
-                termination = "timeout" if timed_out else "error"
-                rollouts = (Rollout(error=message, termination=termination),) * len(slots)
+                return (Rollout(error=message, termination="timeout" if timed_out else "error"),) * len(slots)
+
+            rollouts = await contained(rolled_out(), failed)
         for slot, rollout in zip(slots, rollouts, strict=True):
             group.slots[slot] = rollout
 

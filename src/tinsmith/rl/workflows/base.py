@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from tinsmith.chat.request import PromptTooLong
 from tinsmith.plurals import counted
-from tinsmith.rl.guards.user_code import describe, is_fault, run_user_code
+from tinsmith.rl.guards.user_code import contained, describe, run_user_code
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint, AgentSession
 from tinsmith.rl.policy.sampling import SamplingConfig, Snapshot, request_seed
 from tinsmith.rl.rewards import Rewards
@@ -179,12 +179,7 @@ class IndependentRollouts(Workflow):
         return tuple(await asyncio.gather(*(self._contained(task, each) for each in policies)))
 
     async def _contained(self, task: Task, policy: WorkflowPolicy) -> Rollout:
-        try:
-            return await run_user_code(self._scored(task, policy))
-        except BaseException as error:
-            if not is_fault(error):
-                raise
-            return policy.failed(describe(error))
+        return await contained(run_user_code(self._scored(task, policy)), lambda error: policy.failed(describe(error)))
 
     async def _scored(self, task: Task, policy: WorkflowPolicy) -> Rollout:
         """The rollout. One that ends early keeps what was sampled until then, and without a reward is worth 0."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tinsmith.rl.guards.user_code import describe, is_fault
+from tinsmith.rl.guards.user_code import contained, describe
 from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rewards.base import Score, all_correct
@@ -25,14 +25,13 @@ async def scored(
     Parts of rewards are recorded by role. A `correct` of the workflow counts more than those of the rewards.
     `without_reward`: roles to which the workflow gave no reward; the rollout has failed if the run's give none either.
     """
-    scores: list[tuple[Trajectory, Score]] = []
-    try:
-        for trajectory in rollout.trajectories:
-            scores.append((trajectory, await rewards.score(task, trajectory, policy)))
-    except BaseException as error:
-        if not is_fault(error):
-            raise
-        return rollout.failed(f"reward: {describe(error)}")
+
+    async def score() -> list[tuple[Trajectory, Score]]:
+        return [(each, await rewards.score(task, each, policy)) for each in rollout.trajectories]
+
+    scores = await contained(score(), _failure)
+    if isinstance(scores, str):
+        return rollout.failed(scores)
     role = next((role for role in without_reward if not rewards.groups_score(role)), None)
     if role is not None and rewards.needed and not any(score.parts for _, score in scores):
         return rollout.failed(NO_REWARD if role == POLICY else f"{NO_REWARD} to {role}")
@@ -51,16 +50,16 @@ async def scored_group(
         if not rollout.error
         for number, each in enumerate(rollout.trajectories)
     ]
-    try:
+
+    async def score_roles() -> str:
         for role in dict.fromkeys(each.role for *_, each in places):
             members = [place for place in places if place[2].role == role]
             of_role = await rewards.score_group(task, [each for *_, each in members], policy, seed)
             for (at, number, _), score in zip(members, of_role, strict=True):
                 scores[at][number] = score
-    except BaseException as error:
-        if not is_fault(error):
-            raise
-        message = f"reward: {describe(error)}"
+        return ""
+
+    if message := await contained(score_roles(), _failure):
         return tuple(each if each.error else each.failed(message) for each in rollouts)
     return tuple(
         rollout
@@ -68,6 +67,10 @@ async def scored_group(
         else _with_scores(rollout, [(each, of_rollout[at]) for at, each in enumerate(rollout.trajectories)])
         for rollout, of_rollout in zip(rollouts, scores, strict=True)
     )
+
+
+def _failure(error: BaseException) -> str:
+    return f"reward: {describe(error)}"
 
 
 def _with_scores(rollout: Rollout, scores: Sequence[tuple[Trajectory, Score]]) -> Rollout:

@@ -39,7 +39,7 @@ from tinsmith.rl.data.row_mapping import LazySequence
 from tinsmith.rl.environments.base import EnvironmentOptions, OpeningRun
 from tinsmith.rl.environments.custom import CustomEnvironment
 from tinsmith.rl.environments.tasks import TasksEnvironment
-from tinsmith.rl.guards.user_code import describe
+from tinsmith.rl.guards.user_code import contained, describe
 from tinsmith.rl.policy.sampling import Middleware, Sample, SampleRequest, SampleResult, Snapshot
 from tinsmith.rl.types import Message, Rollout, Task, Trajectory, Turn
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
@@ -209,11 +209,12 @@ class GradientIntuitionWorkflow(Workflow):
         if reply.answer is None:
             return None
         inner = replace(task, messages=_inner_messages(task))
-        try:
-            answering = policy.around(_single_reply(replace(turn, text=reply.answer)))
-            (rollout,) = await self._inner.run(inner, answering, count=1, seed=seed)
-        except Exception as error:  # noqa: BLE001  user code: the error is recorded with the rollout
-            return Rollout.single((turn,)).failed(f"inner environment: {describe(error)}")
+        answering = policy.around(_single_reply(replace(turn, text=reply.answer)))
+
+        def failed(error: BaseException) -> tuple[Rollout]:
+            return (Rollout.single((turn,)).failed(f"inner environment: {describe(error)}"),)
+
+        (rollout,) = await contained(self._inner.run(inner, answering, count=1, seed=seed), failed)
         return rollout
 
     def _weights(self, answers: Sequence[Rollout | None]) -> list[float]:

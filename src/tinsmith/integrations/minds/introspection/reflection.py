@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from typing_extensions import override
 
-from tinsmith.rl.guards.user_code import describe
+from tinsmith.rl.guards.user_code import contained, describe
 from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.types import Rollout, Task, Trajectory, Turn
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
@@ -49,10 +49,10 @@ class ReflectionWorkflow(Workflow, Generic[Truth]):
         return tuple(await asyncio.gather(*(self._rollout(task, turn, truth, policy) for turn in turns)))
 
     async def _rollout(self, task: Task, turn: Turn, truth: Truth, policy: Snapshot) -> Rollout:
-        try:
-            score = await self.score(task, turn.text, truth, policy)
-        except Exception as error:  # noqa: BLE001  a failed request is no bad answer: the rollout is dropped
-            return Rollout.single((turn,)).failed(f"reward: {describe(error)}")
+        # A failed request is no bad answer: its rollout is dropped.
+        score = await contained(self.score(task, turn.text, truth, policy), lambda error: f"reward: {describe(error)}")
+        if isinstance(score, str):
+            return Rollout.single((turn,)).failed(score)
         return Rollout(
             trajectories=(Trajectory(turns=(turn,), reward=score.reward),),
             reward_parts=score.parts,
