@@ -130,7 +130,7 @@ class Cell:
 
     async def start(self) -> Service:
         """Start the replicas; returns what tenants call."""
-        self._pool = await SamplerPool.start(self.trainer, self.slots.launches())
+        self._pool = await SamplerPool.start(self.slots.launches(), trainer=self.trainer)
         self.pool.on_change = lambda: self.queue.resize(max(1, self.pool.living))
         self.pool.on_change()
         return Service(sample=self.sample, train=self.train, step=self.step, publish=self.publish)

@@ -28,10 +28,9 @@ from benchmarks.scale.paced import PACED, lengths_of
 from benchmarks.scale.replicas import cpu_seconds
 from benchmarks.scale.samplers import PromptCounts, SimulatedSlots
 from tinsmith.engine.base import SampleRequest
-from tinsmith.engine.cluster.cluster import NoTrainer
 from tinsmith.engine.cluster.launches import torch_in_slot, watched
 from tinsmith.engine.cluster.pool import SamplerPool
-from tinsmith.engine.cluster.replica import Launch, RunningSampler
+from tinsmith.engine.cluster.replica import Launch, SamplerProcess
 from tinsmith.engine.config import EngineConfig, converted_default
 from tinsmith.engine.processes.client import start_engine
 from tinsmith.engine.processes.slots import LocalSlots, Program
@@ -80,7 +79,7 @@ def in_simulation(hardware: Hardware, replicas: int, requests: Sequence[SampleRe
 
     async def run() -> float:
         slots = SimulatedSlots(replicas, hardware, _full_lengths if computes else lengths_of, PromptCounts())
-        pool = await SamplerPool.start(NoTrainer(), slots.launches())
+        pool = await SamplerPool.start(slots.launches())
         seconds = await timed(pool, requests, hardware.cache_tokens)
         if computes:
             seconds = statistics.fmean(each.busy_s for each in slots.current if each is not None)
@@ -92,7 +91,7 @@ def in_simulation(hardware: Hardware, replicas: int, requests: Sequence[SampleRe
 
 async def in_processes(launches: Sequence[Launch], runs: Sequence[Sequence[SampleRequest]], cache: int) -> list[float]:
     """In real processes, one time for each run. The first request of each process does not count."""
-    pool = await SamplerPool.start(NoTrainer(), launches)
+    pool = await SamplerPool.start(launches)
     await asyncio.gather(*(pool.sample(replace(each, max_tokens=2)) for each in requests_of(8, 2, seed=999)))
     seconds = [await timed(pool, requests, cache) for requests in runs]
     await pool.close()
@@ -126,7 +125,7 @@ async def compare_paced(counts: Sequence[int], runs: int) -> list[Comparison]:
     generations = itertools.count(1)
 
     def launch_in(index: int) -> Launch:
-        async def launch() -> RunningSampler:
+        async def launch() -> SamplerProcess:
             program = Program(module="benchmarks.scale.paced")
             engine = await start_engine(slots[index], PACED, "paced", next(generations), program)
             return watched(engine, 600, "sampler")
@@ -149,10 +148,10 @@ async def compare_torch(counts: Sequence[int], runs: int, model: str) -> list[Co
     local = LocalSlots()
     slots = await local.reserve(max(counts) + 1, name="sampler")
     launches = [torch_in_slot(slot, config) for slot in slots]
-    single = await SamplerPool.start(NoTrainer(), launches[:1])
+    single = await SamplerPool.start(launches[:1])
     results = []
     for count in counts:
-        pool = await SamplerPool.start(NoTrainer(), launches[1 : count + 1])
+        pool = await SamplerPool.start(launches[1 : count + 1])
         processes = [psutil.Process(each.pid) for each in pool.status()]
         await asyncio.gather(*map(pool.sample, requests_of(8 * count, 3, seed=999)))
         real, simulated = [], []

@@ -20,7 +20,6 @@ import numpy as np
 import psutil
 
 from tinsmith.engine.base import SampleRequest
-from tinsmith.engine.cluster.cluster import NoTrainer
 from tinsmith.engine.cluster.launches import torch_in_slot
 from tinsmith.engine.cluster.pool import SamplerPool
 from tinsmith.engine.config import DEFAULT_MODEL, EngineConfig, converted_default
@@ -52,7 +51,7 @@ async def measure(model: str, turns: int, requests: int) -> list[Turn]:
     local = LocalSlots()
     slots = await local.reserve(3, name="sampler")
     launches = [torch_in_slot(slot, config) for slot in slots]
-    pools = [await SamplerPool.start(NoTrainer(), launches[:1]), await SamplerPool.start(NoTrainer(), launches[1:])]
+    pools = [await SamplerPool.start(launches[:1]), await SamplerPool.start(launches[1:])]
     try:
         for pool in pools:
             await _run(pool, 2, seed=0)

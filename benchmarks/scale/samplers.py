@@ -15,7 +15,7 @@ from benchmarks.scale.clock import now
 from benchmarks.scale.hardware import Hardware
 from tinsmith.engine.base import OnDelta, SampledSequence, SampleRequest, SampleResult, SavedAdapter
 from tinsmith.engine.cluster.prefixes import Block, prompt_blocks
-from tinsmith.engine.cluster.replica import Launch, RunningSampler
+from tinsmith.engine.cluster.replica import Launch, SamplerProcess
 from tinsmith.engine.sampling.capacity import MAX_SEQUENCES, cache_reserve
 from tinsmith.errors import EngineDied
 
@@ -74,7 +74,7 @@ class _Job:
 
 
 class SimulatedSampler:
-    """Implements `engine.cluster.replica.SamplerProcess`."""
+    """The engine of an `engine.cluster.replica.SamplerProcess`."""
 
     def __init__(self, hardware: Hardware, lengths: Lengths, counts: PromptCounts) -> None:
         self.died = asyncio.Event()
@@ -228,7 +228,7 @@ class SimulatedSlots:
         """One for each place. The first start takes no time."""
         return [lambda place=place: self._launch(place) for place in range(len(self.current))]
 
-    async def _launch(self, place: int) -> RunningSampler:
+    async def _launch(self, place: int) -> SamplerProcess:
         self.current[place] = None
         self._starts[place] += 1
         if self._starts[place] > 1:
@@ -239,4 +239,4 @@ class SimulatedSlots:
             await process.died.wait()
             return "simulated"
 
-        return RunningSampler(process=process, ended=ended)
+        return SamplerProcess(engine=process, ended=ended)

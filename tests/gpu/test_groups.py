@@ -74,7 +74,9 @@ def test_vllm_replica_on_gpu_samples_a_version(smollm2: Path, tmp_path: Path) ->
         trainer_slot, sampler_slot = (LocalSlot(name, ("0",)) for name in ("trainer-0", "sampler-0"))
         torch_only = config.model_copy(update={"sampler": "torch"})
         trainer = await start_engine(trainer_slot, torch_only, config.source, 1)
-        pool = await SamplerPool.start(trainer, [vllm_in_slot(sampler_slot, config, trainer.card, None)], trainer.card)
+        pool = await SamplerPool.start(
+            [vllm_in_slot(sampler_slot, config, trainer.card, None)], trainer.card, trainer=trainer
+        )
         try:
             await trainer.create("gpu", LoraSpec(rank=8, seed=1))
             await pool.capture("gpu", "v")

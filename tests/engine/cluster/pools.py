@@ -12,7 +12,7 @@ import numpy as np
 
 from tinsmith.engine.base import LoraSpec, OnDelta, SampleRequest, SampleResult, SequenceDelta
 from tinsmith.engine.cluster.pool import SamplerPool
-from tinsmith.engine.cluster.replica import Launch, RunningSampler
+from tinsmith.engine.cluster.replica import Launch, SamplerProcess
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.errors import EngineDied
@@ -106,7 +106,7 @@ class Slots:
     def __getitem__(self, index: int) -> FakeProcess:
         return self.processes[index][-1]
 
-    async def _launch(self, index: int) -> RunningSampler:
+    async def _launch(self, index: int) -> SamplerProcess:
         await self.may_start.wait()
         process = FakeProcess()
         self.processes[index].append(process)
@@ -115,7 +115,7 @@ class Slots:
             await process.died.wait()
             return "killed by the test"
 
-        return RunningSampler(process=process, ended=ended)
+        return SamplerProcess(engine=process, ended=ended)
 
 
 async def trainer_with(model_id: str) -> FakeEngine:
@@ -128,7 +128,7 @@ async def trainer_with(model_id: str) -> FakeEngine:
 async def pool_of(count: int) -> tuple[SamplerPool, Slots, FakeEngine]:
     """A pool, its processes, and its trainer with the model `m`."""
     slots, trainer = Slots(count), await trainer_with("m")
-    return await SamplerPool.start(trainer, slots.launches()), slots, trainer
+    return await SamplerPool.start(slots.launches(), trainer=trainer), slots, trainer
 
 
 def request_of(number: int, length: int = 128, **options: Any) -> SampleRequest:

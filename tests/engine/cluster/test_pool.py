@@ -250,14 +250,14 @@ async def test_replica_that_does_not_start_ends_the_others() -> None:
         raise EngineError("no memory")
 
     with pytest.raises(EngineError, match="no memory"):
-        await SamplerPool.start(await trainer_with("m"), [*slots.launches(), fail])  # type: ignore[list-item]
+        await SamplerPool.start([*slots.launches(), fail], trainer=await trainer_with("m"))  # type: ignore[list-item]
     assert slots[0].died.is_set()
 
 
 @in_loop
 async def test_trainer_samples_what_vllm_does_not_support(tmp_path: Path) -> None:
     slots, trainer = Slots(2), await trainer_with("m")
-    pool = await SamplerPool.start(trainer, slots.launches(), trainer.card)
+    pool = await SamplerPool.start(slots.launches(), trainer.card, trainer=trainer)
     await trainer.save("m", tmp_path / "v", optimizer=False)
     await pool.attach("v", tmp_path / "v")
     await pool.sample(request_of(1, version="v", top_k=3))

@@ -63,7 +63,7 @@ async def test_replicas_answer_as_one_engine_also_while_one_is_killed(tiny_llama
     await trainer.create("m", LoraSpec(rank=4, seed=1))
     local = LocalSlots()
     slots = await local.reserve(2, name="sampler")
-    pool = await SamplerPool.start(trainer, [torch_in_slot(slot, config) for slot in slots])
+    pool = await SamplerPool.start([torch_in_slot(slot, config) for slot in slots], trainer=trainer)
     try:
         await pool.capture("m", "v")
         await pool.persist("v", tmp_path / "v")

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from tinsmith.engine.base import ModelCard
-from tinsmith.engine.cluster.replica import Launch, RunningSampler
+from tinsmith.engine.cluster.replica import Launch, SamplerProcess
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.vllm.sampler import ZERO_ADAPTER, VllmSampler
 
 
 class VllmProcess:
-    """A VllmSampler as the sampler process of `cluster.replica`."""
+    """A VllmSampler as the engine of a `cluster.replica.SamplerProcess`."""
 
     def __init__(self, sampler: VllmSampler) -> None:
         self.died, self.pid = sampler.server.ended, sampler.server.pid
         self.attach, self.detach, self.sample = sampler.attach, sampler.detach, sampler.sample
         self.cancel, self.release_memory, self.close = sampler.cancel, sampler.release_memory, sampler.close
+        self._sampler = sampler
+
+    async def call(self, method: Callable[[VllmSampler], Awaitable[None]]) -> None:
+        await method(self._sampler)
 
 
 def launch_of(
@@ -26,7 +30,7 @@ def launch_of(
 ) -> Launch:
     """A launch of vLLM in this process, with an adapter for samples of the base model on a CPU."""
 
-    async def launch() -> RunningSampler:
+    async def launch() -> SamplerProcess:
         sampler = VllmSampler(config, card)
         try:
             await sampler.server.start()
@@ -41,7 +45,7 @@ def launch_of(
             await sampler.server.ended.wait()
             return sampler.server.end.text if sampler.server.end is not None else ""
 
-        return RunningSampler(process=VllmProcess(sampler), ended=ended, sleep=sampler.sleep, wake_up=sampler.wake_up)
+        return SamplerProcess(engine=VllmProcess(sampler), ended=ended)
 
     return launch
 

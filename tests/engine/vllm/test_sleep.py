@@ -22,7 +22,7 @@ from tests.engine.vllm.test_engine import CARD, FACTS, until
 from tinsmith.engine.base import SampleRequest, SampleResult
 from tinsmith.engine.cluster import shared_gpu
 from tinsmith.engine.cluster.pool import SamplerPool
-from tinsmith.engine.cluster.replica import RunningSampler
+from tinsmith.engine.cluster.replica import SamplerProcess
 from tinsmith.engine.cluster.shared_gpu import SharedGpu
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.device_sharing import POLICIES
@@ -87,7 +87,7 @@ class Sleeping:
 
     async def start(self) -> None:
         launch = self.gpu.launch(launch_of(self.config, GPU_CARD, self.adapter, self.started.append))
-        self.pool = await SamplerPool.start(self.in_turns, [launch], GPU_CARD)
+        self.pool = await SamplerPool.start([launch], GPU_CARD, trainer=self.in_turns)
 
     @property
     def server(self) -> VllmServer:
@@ -309,14 +309,14 @@ def test_sleep_without_a_shared_gpu_is_refused(settings: dict[str, Any]):
 def test_trainer_that_is_busy_delays_no_start(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shared_gpu, "RELEASE_S", 0.0)
 
-    async def main() -> RunningSampler:
+    async def main() -> SamplerProcess:
         async def busy() -> None:
             await asyncio.Event().wait()
 
         return await SharedGpu(busy, None).launch(launch)()
 
-    async def launch() -> RunningSampler:
+    async def launch() -> SamplerProcess:
         return started
 
-    started = RunningSampler(process=FakeProcess(), ended=asyncio.Event().wait)
+    started = SamplerProcess(engine=FakeProcess(), ended=asyncio.Event().wait)
     assert asyncio.run(main()) is started

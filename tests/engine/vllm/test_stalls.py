@@ -19,7 +19,6 @@ from tests.engine.sampling.helpers import sample_request
 from tests.engine.vllm.replicas import launch_of, write_adapter
 from tests.engine.vllm.stub import SLOW
 from tests.engine.vllm.test_engine import CARD, until
-from tinsmith.engine.cluster.cluster import NoTrainer
 from tinsmith.engine.cluster.pool import SamplerPool
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
@@ -94,7 +93,7 @@ def test_vllm_without_health_is_started_again(python: Path, tmp_path: Path, faul
     async def main() -> None:
         vllm = Stalling(python, tmp_path)
         running: list[VllmSampler] = []
-        pool = await SamplerPool.start(NoTrainer(), [launch_of(vllm.config, CARD, vllm.adapter, running.append)])
+        pool = await SamplerPool.start([launch_of(vllm.config, CARD, vllm.adapter, running.append)])
         host = await host_of(pool)
         try:
             pid = running[0].server.pid
@@ -207,7 +206,7 @@ def test_each_death_of_vllm_has_its_own_number(python: Path, tmp_path: Path):
     async def main() -> None:
         vllm = Stalling(python, tmp_path)
         running: list[VllmSampler] = []
-        pool = await SamplerPool.start(NoTrainer(), [launch_of(vllm.config, CARD, vllm.adapter, running.append)])
+        pool = await SamplerPool.start([launch_of(vllm.config, CARD, vllm.adapter, running.append)])
         request = asyncio.create_task(pool.sample(sample_request((SLOW, 1))))
         for number in (1, 2):
             await until(lambda number=number: vllm.count("/v1/completions") == number)

@@ -12,7 +12,6 @@ import logging
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 from typing_extensions import override
 
@@ -22,7 +21,7 @@ from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.cluster.launches import torch_in_slot, vllm_in_slot
 from tinsmith.engine.cluster.plan import plan, uses_gpus, with_threads
 from tinsmith.engine.cluster.pool import SamplerPool
-from tinsmith.engine.cluster.replica import Launch, RunningSampler
+from tinsmith.engine.cluster.replica import Launch, SamplerProcess
 from tinsmith.engine.cluster.shared_gpu import SharedGpu
 from tinsmith.engine.cluster.status import ProcessStatus
 from tinsmith.engine.cluster.trainers.group import start_group
@@ -30,17 +29,14 @@ from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.device_sharing import POLICIES
 from tinsmith.engine.interface import Engine, Sampler
 from tinsmith.engine.processes.client import ServedEngine, start_engine
-from tinsmith.engine.processes.rpc import DelegatingEngine, EngineClient, Method
+from tinsmith.engine.processes.rpc import DelegatingEngine
 from tinsmith.engine.processes.slots import Slot, Slots
 from tinsmith.engine.vllm.adapters import check_rank
 from tinsmith.engine.vllm.sampler import ZERO_ADAPTER, write_zero_adapter
 from tinsmith.engine.vllm.server import find_python, sleeps
-from tinsmith.errors import ConfigError, EngineDied
+from tinsmith.errors import ConfigError
 
 log = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class ClusterEngine(DelegatingEngine):
@@ -85,22 +81,6 @@ class ClusterEngine(DelegatingEngine):
     async def close(self) -> None:
         """End the training processes; the sampling processes wait for the next."""
         await self.trainer.close()
-
-
-class NoTrainer(EngineClient):
-    """Stands for the trainer of a pool while there is none."""
-
-    @override
-    async def call(self, method: Method[P, R], *args: P.args, **options: P.kwargs) -> R:
-        raise EngineDied("The training processes are not running.", "Try again later.", from_outside=True)
-
-    @override
-    async def detach(self, version: str) -> None:
-        """There is nothing to delete."""
-
-    @override
-    async def cancel(self, request_id: str) -> None:
-        """Nothing runs."""
 
 
 class ModelCluster:
@@ -243,7 +223,7 @@ class ModelCluster:
             launches = [self._checked(slot, torch_in_slot(slot, self._config, payload)) for slot in self._sampler_slots]
             trainer, pool = await asyncio.gather(
                 self._start_trainer(),
-                SamplerPool.start(NoTrainer(), launches, transfer=self._transfer),
+                SamplerPool.start(launches, transfer=self._transfer),
                 return_exceptions=True,
             )
             self.pool = pool if isinstance(pool, SamplerPool) else None
@@ -282,7 +262,7 @@ class ModelCluster:
     def _checked(self, slot: Slot, launch: Launch) -> Launch:
         """A launch of a sampler that checks the slot's machine, which may be another one each time."""
 
-        async def launch_again() -> RunningSampler:
+        async def launch_again() -> SamplerProcess:
             await self._choose_again([slot])
             return await launch()
 
@@ -317,7 +297,7 @@ class ModelCluster:
             policy = POLICIES[self._config.sharing] if sleeps(self._config.vllm, trainer.card) else None
             self._gpu = SharedGpu(trainer.release_memory, policy)
             launches = [self._gpu.launch(launch) for launch in launches]
-        return await SamplerPool.start(self._sampling_trainer(trainer), launches, trainer.card, transfer)
+        return await SamplerPool.start(launches, trainer.card, transfer)
 
     async def _zero_adapter(self, trainer: TransferringEngine) -> dict[str, bytes]:
         """The files of an adapter that changes nothing, which is small."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import replace
 
 from tinsmith.engine.base import ModelCard
-from tinsmith.engine.cluster.replica import Launch, RunningSampler
+from tinsmith.engine.cluster.replica import Launch, SamplerProcess
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.processes.client import ServedEngine, start_engine
 from tinsmith.engine.processes.slots import Program, Slot
 from tinsmith.engine.processes.supervisor import wait_for_end
-from tinsmith.engine.vllm.sampler import VllmSampler
 from tinsmith.engine.vllm.worker import VllmStart
 
 VLLM_WORKER = Program(module="tinsmith.engine.vllm.worker")
@@ -23,7 +21,7 @@ def torch_in_slot(slot: Slot, config: EngineConfig, payload: bytes = b"") -> Lau
     settings = config.model_copy(update={"sampler": "torch", "part": "sampling", "shards": 1})
     generations = itertools.count(1)
 
-    async def launch() -> RunningSampler:
+    async def launch() -> SamplerProcess:
         engine = await start_engine(slot, settings, config.source, next(generations), payload=payload)
         return watched(engine, config.engine_timeout_s, slot.name)
 
@@ -40,13 +38,9 @@ def vllm_in_slot(
     start = VllmStart(config=for_slot(config, slot.gpus), card=card, zero_adapter=zero_adapter)
     generations = itertools.count(1)
 
-    async def launch() -> RunningSampler:
+    async def launch() -> SamplerProcess:
         engine = await start_engine(slot, start, config.source, next(generations), VLLM_WORKER, payload)
-        return replace(
-            watched(engine, config.engine_timeout_s, slot.name),
-            sleep=lambda: engine.call(VllmSampler.sleep),
-            wake_up=lambda: engine.call(VllmSampler.wake_up),
-        )
+        return watched(engine, config.engine_timeout_s, slot.name)
 
     return launch
 
@@ -62,6 +56,6 @@ def for_slot(config: EngineConfig, gpus: tuple[str, ...]) -> EngineConfig:
     return config.model_copy(update={"vllm": vllm})
 
 
-def watched(engine: ServedEngine, timeout_s: float, name: str) -> RunningSampler:
-    """An engine as a sampler; it is killed after `timeout_s` without progress while it samples."""
-    return RunningSampler(process=engine, ended=lambda: wait_for_end(engine, timeout_s, name))
+def watched(engine: ServedEngine, timeout_s: float, name: str) -> SamplerProcess:
+    """An engine as a process of the pool; it is killed after `timeout_s` without progress while it samples."""
+    return SamplerProcess(engine=engine, ended=lambda: wait_for_end(engine, timeout_s, name))

@@ -20,7 +20,7 @@ from tinsmith.engine.adapters.transfer import FolderTransfer
 from tinsmith.engine.adapters.versions import Version, VersionTable
 from tinsmith.engine.base import ModelCard, OnDelta, SampleRequest, SampleResult, SavedAdapter, SequenceDelta
 from tinsmith.engine.cluster.prefixes import PrefixTable, choose_replica, prompt_blocks
-from tinsmith.engine.cluster.replica import MAX_FAILED_STARTS, Launch, RunningSampler, SamplerReplica
+from tinsmith.engine.cluster.replica import MAX_FAILED_STARTS, Launch, SamplerProcess, SamplerReplica
 from tinsmith.engine.interface import Sampler
 from tinsmith.engine.sampling.capacity import cache_reserve
 from tinsmith.engine.vllm import client
@@ -75,7 +75,7 @@ class SamplerPool:
     """Implements `engine.interface.Sampler`; create it with `start`."""
 
     def __init__(
-        self, trainer: Sampler, launches: Sequence[Launch], card: ModelCard | None, transfer: FolderTransfer
+        self, launches: Sequence[Launch], card: ModelCard | None, transfer: FolderTransfer, trainer: Sampler | None
     ) -> None:
         self.up = asyncio.Event()
         """Set while at least one replica runs."""
@@ -96,16 +96,18 @@ class SamplerPool:
     @classmethod
     async def start(
         cls,
-        trainer: Sampler,
         launches: Sequence[Launch],
         card: ModelCard | None = None,
         transfer: FolderTransfer | None = None,
+        *,
+        trainer: Sampler | None = None,
     ) -> SamplerPool:
         """Start all replicas at once. Raises the error of one that does not start, after ending the others.
 
         `card` is given for vLLM replicas; what vLLM does not support is then sampled by the trainer's engine.
+        `trainer`: None until `use_trainer`.
         """
-        pool = cls(trainer, launches, card, transfer or FolderTransfer())
+        pool = cls(launches, card, transfer or FolderTransfer(), trainer)
         results = await asyncio.gather(*(each.start() for each in pool._replicas), return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
@@ -116,11 +118,18 @@ class SamplerPool:
     @property
     def living(self) -> int:
         """Replicas that run now."""
-        return sum(replica.sampler is not None for replica in self._replicas)
+        return sum(replica.process is not None for replica in self._replicas)
 
     def status(self) -> list[ReplicaStatus]:
         """State of each replica."""
         return [_status(replica) for replica in self._replicas]
+
+    @property
+    def trainer(self) -> Sampler:
+        """The engine that captures and writes versions. Raises EngineDied before there is one."""
+        if self._trainer is None:
+            raise EngineDied("The training processes are not running.", "Try again later.", from_outside=True)
+        return self._trainer
 
     def use_trainer(self, trainer: Sampler) -> None:
         """Take versions from a new trainer. Those that the old one has not written are lost with it."""
@@ -132,13 +141,13 @@ class SamplerPool:
                 record.decided.set()
 
     async def capture(self, model_id: str, version: str) -> None:
-        await self._trainer.capture(model_id, version)
+        await self.trainer.capture(model_id, version)
         await self._withdraw(version)
         self._add(version).on_trainer = version
 
     async def persist(self, version: str, to: Path) -> int:
         record = self._versions.find(version)
-        size = await self._trainer.persist(version, to)
+        size = await self.trainer.persist(version, to)
         if record is not None:
             self._transfer.when_readable(to, lambda saved: self._publish(version, record, saved))
         return size
@@ -154,7 +163,8 @@ class SamplerPool:
 
     async def detach(self, version: str) -> None:
         await self._withdraw(version)
-        await self._trainer.detach(version)
+        if self._trainer is not None:
+            await self._trainer.detach(version)
 
     async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
         task = asyncio.create_task(self._sample(request, on_delta))
@@ -177,9 +187,9 @@ class SamplerPool:
 
     async def release_memory(self) -> None:
         """Let all replicas give back the memory that they keep for speed only."""
-        samplers = self._samplers_up().values()
+        processes = self._processes().values()
         results = await asyncio.gather(
-            *(sampler.process.release_memory() for sampler in samplers), return_exceptions=True
+            *(process.engine.release_memory() for process in processes), return_exceptions=True
         )
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, EngineDied):
@@ -207,8 +217,8 @@ class SamplerPool:
             return
         record.saved = saved
         record.decided.set()
-        for sampler in sorted(self._samplers_up().values(), key=lambda sampler: sampler.load)[:WARM_REPLICAS]:
-            task = asyncio.create_task(_warm(sampler, record.name, saved))
+        for process in sorted(self._processes().values(), key=lambda process: process.load)[:WARM_REPLICAS]:
+            task = asyncio.create_task(_warm(process, record.name, saved))
             self._warming.add(task)
             task.add_done_callback(self._warming.discard)
 
@@ -219,10 +229,10 @@ class SamplerPool:
             return
         record.decided.set()
         record.saved = None
-        await asyncio.gather(*(sampler.detach(record.name) for sampler in self._samplers_up().values()))
+        await asyncio.gather(*(process.detach(record.name) for process in self._processes().values()))
         if record.on_trainer == record.name:
             with suppress(EngineDied):
-                await self._trainer.detach(record.name)
+                await self.trainer.detach(record.name)
 
     async def _published(self, version: str) -> tuple[PooledVersion, SavedAdapter]:
         """A version and where it is saved, once it is.
@@ -259,14 +269,14 @@ class SamplerPool:
             record = self._versions.find(request.version)
             if record is None or not record.on_trainer:
                 record, saved = await self._published(request.version)
-                await self._trainer.attach(record.name, saved)
+                await self.trainer.attach(record.name, saved)
                 record.on_trainer = record.name
             request = replace(request, version=record.on_trainer)
         try:
-            return await self._trainer.sample(request, on_delta)
+            return await self.trainer.sample(request, on_delta)
         except asyncio.CancelledError:
             with suppress(TinsmithError):
-                await self._trainer.cancel(request.request_id)
+                await self.trainer.cancel(request.request_id)
             raise
 
     async def _sample_on_replicas(self, request: SampleRequest, on_delta: OnDelta | None) -> SampleResult:
@@ -279,23 +289,23 @@ class SamplerPool:
             if request.version is not None:
                 record, saved = await self._published(request.version)
                 routed = replace(request, version=record.name)
-            sampler = await self._choose(routed)
+            process = await self._choose(routed)
             try:
-                return await _sample_on(sampler, routed, saved, sent.on_delta)
+                return await process.sample(routed, saved, sent.on_delta)
             except EngineDied as death:
-                death.process = sampler.number
+                death.process = process.number
                 moves += not death.from_outside
-                if sent.any or moves > MAX_MOVES or self._is_closed or not sampler.process.died.is_set():
+                if sent.any or moves > MAX_MOVES or self._is_closed or not process.engine.died.is_set():
                     raise
-            self._forget(sampler)
+            self._forget(process)
             self.counts.moved += 1
 
-    async def _choose(self, request: SampleRequest) -> RunningSampler:
+    async def _choose(self, request: SampleRequest) -> SamplerProcess:
         """The replica for a request, once one runs. Raises EngineError if none starts."""
         if self._failure:
             for replica in self._replicas:
                 replica.retry()
-        while not (samplers := self._samplers_up()):
+        while not (processes := self._processes()):
             if self._failure:
                 raise EngineError(
                     f"No sampler has started for {MAX_FAILED_STARTS} times in a row: {self._failure}",
@@ -303,24 +313,24 @@ class SamplerPool:
                     "again with the next sample.",
                 )
             await self._may_choose.wait()
-        loads = {number: float(sampler.load) for number, sampler in samplers.items()}
+        loads = {number: float(process.load) for number, process in processes.items()}
         length, answer = len(request.prompt), cache_reserve(request) / request.num_samples
         blocks = prompt_blocks(request.prompt, (request.version, request.cache_scope))
-        holders = frozenset(number for number, sampler in samplers.items() if request.version in sampler.attached)
+        holders = frozenset(number for number, process in processes.items() if request.version in process.attached)
         choice = choose_replica(self._table, blocks, length, loads, answer, holders)
         self.counts.routed += 1
         self.counts.routed_by_prefix += choice.by_prefix
         self._table.record(blocks, choice.replica)
-        return samplers[choice.replica]
+        return processes[choice.replica]
 
-    def _samplers_up(self) -> dict[int, RunningSampler]:
-        return {each.sampler.number: each.sampler for each in self._replicas if each.sampler is not None}
+    def _processes(self) -> dict[int, SamplerProcess]:
+        return {each.process.number: each.process for each in self._replicas if each.process is not None}
 
-    def _forget(self, sampler: RunningSampler) -> None:
+    def _forget(self, process: SamplerProcess) -> None:
         """Give no more requests to a process that has ended, also before its watch notices."""
         for replica in self._replicas:
-            if replica.sampler is sampler:
-                replica.sampler = None
+            if replica.process is process:
+                replica.process = None
                 self._change()
 
     @property
@@ -351,40 +361,20 @@ class _Sent:
         self._on_delta(delta)
 
 
-async def _sample_on(
-    sampler: RunningSampler, request: SampleRequest, saved: SavedAdapter | None, on_delta: OnDelta | None
-) -> SampleResult:
-    """Sample on a replica, which is given the version first; a cancelled request is cancelled there too."""
-    tokens = cache_reserve(request)
-    sampler.load += tokens
-    sampler.requests += 1
-    try:
-        if request.version is not None and saved is not None:
-            await sampler.attach(request.version, saved)
-        return await sampler.process.sample(request, on_delta)
-    except asyncio.CancelledError:
-        with suppress(TinsmithError):
-            await sampler.process.cancel(request.request_id)
-        raise
-    finally:
-        sampler.load -= tokens
-        sampler.requests -= 1
-
-
-async def _warm(sampler: RunningSampler, version: str, saved: SavedAdapter) -> None:
+async def _warm(process: SamplerProcess, version: str, saved: SavedAdapter) -> None:
     """Give a version to a replica before it is used; a failure shows when it is."""
     with suppress(TinsmithError):
-        await sampler.attach(version, saved)
+        await process.attach(version, saved)
 
 
 def _status(replica: SamplerReplica) -> ReplicaStatus:
-    sampler = replica.sampler
+    process = replica.process
     return ReplicaStatus(
         index=replica.index,
-        up=sampler is not None,
-        pid=sampler.process.pid if sampler else 0,
+        up=process is not None,
+        pid=process.engine.pid if process else 0,
         starts=replica.starts,
-        requests=sampler.requests if sampler else 0,
-        cache_tokens=sampler.load if sampler else 0,
-        versions=len(sampler.attached) if sampler else 0,
+        requests=process.requests if process else 0,
+        cache_tokens=process.load if process else 0,
+        versions=len(process.attached) if process else 0,
     )

@@ -1,6 +1,6 @@
 """A replica of a sampler pool: a process that is started, watched, and started again whenever it ends.
 
-What the pool knows of a process (its load, the versions that it has) belongs to a RunningSampler and ends with it.
+What the pool knows of a process (its load, the versions that it has) belongs to a SamplerProcess and ends with it.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from tinsmith.engine.base import OnDelta, SampleRequest, SampleResult, SavedAdapter
+from tinsmith.engine.device_sharing import MemoryTurns
+from tinsmith.engine.processes.client import ServedEngine
 from tinsmith.engine.processes.supervisor import keep_running
+from tinsmith.engine.sampling.capacity import cache_reserve
 from tinsmith.errors import EngineDied, TinsmithError
 
 log = logging.getLogger(__name__)
@@ -22,57 +24,16 @@ MAX_FAILED_STARTS = 5
 """Failed starts in a row after which waiting requests fail, and a process is started only when another one comes."""
 
 
-class SamplerProcess(Protocol):
-    """A sampler in a process of its own. Its calls raise EngineDied once the process has ended."""
-
-    died: asyncio.Event
-    """Set before calls raise EngineDied for the end of the process."""
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        ...
-
-    async def attach(self, version: str, source: SavedAdapter) -> None:
-        """Register an adapter folder as a version."""
-        ...
-
-    async def detach(self, version: str) -> None:
-        """Delete a version."""
-        ...
-
-    async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
-        """Sample until every sequence has ended."""
-        ...
-
-    async def cancel(self, request_id: str) -> None:
-        """Stop a request."""
-        ...
-
-    async def release_memory(self) -> None:
-        """Give back the memory that is kept for speed only."""
-        ...
-
-    async def close(self) -> None:
-        """End the process."""
-        ...
-
-
-async def _no_sleep() -> None:
-    """A sampler without sleep mode keeps its memory."""
-
-
 @dataclass(eq=False, slots=True, kw_only=True)
-class RunningSampler:
-    """A process with its model loaded, from its start to its end."""
+class SamplerProcess:
+    """A process that samples, with its model loaded, from its start to its end."""
 
-    process: SamplerProcess
+    engine: ServedEngine
+    """Its calls raise EngineDied once the process has ended."""
     ended: Callable[[], Awaitable[str]]
     """Waits until the process has ended, ends it if it stalls, and returns the reason."""
-    sleep: Callable[[], Awaitable[None]] = _no_sleep
-    """Gives the memory of the GPU back and pauses the requests."""
-    wake_up: Callable[[], Awaitable[None]] = _no_sleep
-    """Lets it go on with the requests."""
+    turns: MemoryTurns | None = None
+    """Those of a vLLM whose GPU the trainer has too; its samples pause while it sleeps. None: it waits for none."""
     number: int = 0
     """Of the pool; never used again."""
     load: int = 0
@@ -86,7 +47,7 @@ class RunningSampler:
         """Give it a version, unless it has it. Concurrent callers wait for one attach."""
         task = self.attached.get(version)
         if task is None:
-            task = self.attached[version] = asyncio.create_task(self.process.attach(version, source))
+            task = self.attached[version] = asyncio.create_task(self._attach(version, source))
         try:
             await asyncio.shield(task)
         except Exception:
@@ -100,11 +61,38 @@ class RunningSampler:
         if task is not None:
             with suppress(TinsmithError):
                 await task
-                await self.process.detach(version)
+                await self.engine.detach(version)
+
+    async def sample(
+        self, request: SampleRequest, saved: SavedAdapter | None, on_delta: OnDelta | None
+    ) -> SampleResult:
+        """Sample from a version, which it is given first; a cancelled request is cancelled in the process too."""
+        tokens = cache_reserve(request)
+        self.load += tokens
+        self.requests += 1
+        try:
+            if request.version is not None and saved is not None:
+                await self.attach(request.version, saved)
+            async with self._turn(pausable=True):
+                return await self.engine.sample(request, on_delta)
+        except asyncio.CancelledError:
+            with suppress(TinsmithError):
+                await self.engine.cancel(request.request_id)
+            raise
+        finally:
+            self.load -= tokens
+            self.requests -= 1
+
+    async def _attach(self, version: str, source: SavedAdapter) -> None:
+        async with self._turn():
+            await self.engine.attach(version, source)
+
+    def _turn(self, *, pausable: bool = False) -> AbstractAsyncContextManager[None]:
+        return nullcontext() if self.turns is None else self.turns.turn("sampling", pausable=pausable)
 
 
-Launch = Callable[[], Awaitable[RunningSampler]]
-"""Starts a sampler and waits until its model is loaded."""
+Launch = Callable[[], Awaitable[SamplerProcess]]
+"""Starts a process and waits until its model is loaded."""
 
 
 class SamplerReplica:
@@ -113,14 +101,14 @@ class SamplerReplica:
     def __init__(self, index: int, launch: Launch, numbers: Iterator[int], on_change: Callable[[], None]) -> None:
         """`numbers` gives each process its number; `on_change` is called when a process starts or ends."""
         self.index = index
-        self.sampler: RunningSampler | None = None
+        self.process: SamplerProcess | None = None
         """The running process; None while there is none."""
         self.starts = 0
         self.failure = ""
         """Why the process has not started MAX_FAILED_STARTS times in a row; it is then started again by `retry`."""
         self._retry = asyncio.Event()
         self._launch, self._numbers, self._on_change = launch, numbers, on_change
-        self._started: RunningSampler | None = None
+        self._started: SamplerProcess | None = None
         """The process that is to be closed, also once it has ended."""
         self._watch: asyncio.Task[None] | None = None
 
@@ -142,11 +130,11 @@ class SamplerReplica:
         self._mark_down()
         started, self._started = self._started, None
         if started is not None:
-            await started.process.close()
+            await started.engine.close()
 
     async def _start(self) -> None:
-        self.sampler = self._started = await self._launch()
-        self.sampler.number = next(self._numbers)
+        self.process = self._started = await self._launch()
+        self.process.number = next(self._numbers)
         self.starts += 1
         self.failure = ""
         self._on_change()
@@ -166,12 +154,12 @@ class SamplerReplica:
         self._mark_down()
         started, self._started = self._started, None
         try:
-            await started.process.close()
+            await started.engine.close()
         except (TinsmithError, OSError) as error:
             log.warning("What is left of sampler %d did not close: %s", self.index, error)
         return reason
 
     def _mark_down(self) -> None:
-        if self.sampler is not None:
-            self.sampler = None
+        if self.process is not None:
+            self.process = None
             self._on_change()

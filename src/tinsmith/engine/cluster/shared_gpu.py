@@ -10,15 +10,15 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from typing_extensions import override
 
-from tinsmith.engine.base import OnDelta, Pass, PassResult, SampleRequest, SampleResult, SavedAdapter
-from tinsmith.engine.cluster.replica import Launch, RunningSampler, SamplerProcess
+from tinsmith.engine.base import OnDelta, Pass, PassResult, SampleRequest, SampleResult
+from tinsmith.engine.cluster.replica import Launch, SamplerProcess
 from tinsmith.engine.device_sharing import MemoryTurns, SharingPolicy, Workload
 from tinsmith.engine.interface import Engine
 from tinsmith.engine.processes.rpc import DelegatingEngine
+from tinsmith.engine.vllm.sampler import VllmSampler
 from tinsmith.errors import TinsmithError
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class SharedGpu:
         """`release_memory`: of the trainer. `policy`: of the turns; None for a vLLM that never sleeps."""
         self._release_memory = release_memory
         self._turns = None if policy is None else MemoryTurns(self._hand_over, policy)
-        self._vllm: RunningSampler | None = None
+        self._vllm: SamplerProcess | None = None
 
     def trainer(self, engine: Engine) -> Engine:
         """The trainer, which computes in its turns only."""
@@ -43,14 +43,15 @@ class SharedGpu:
     def launch(self, launch: Launch) -> Launch:
         """The launch of vLLM, for which the trainer makes room in a turn of vLLM."""
 
-        async def launch_in_turn() -> RunningSampler:
+        async def launch_in_turn() -> SamplerProcess:
             if self._turns is None:
                 await self._make_room()
                 return await launch()
             async with self._turns.turn("sampling"):
                 await self._make_room()
                 self._vllm = await launch()
-            return replace(self._vllm, process=_SamplerInTurns(self._vllm.process, self._turns))
+            self._vllm.turns = self._turns
+            return self._vllm
 
         return launch_in_turn
 
@@ -65,7 +66,7 @@ class SharedGpu:
             await self._make_room()
         if self._vllm is not None:
             with suppress(TinsmithError):
-                await (self._vllm.sleep() if workload == "training" else self._vllm.wake_up())
+                await self._vllm.engine.call(VllmSampler.sleep if workload == "training" else VllmSampler.wake_up)
 
     async def _make_room(self) -> None:
         """Let the trainer give back what it does not need; within RELEASE_S, for it may be at work."""
@@ -92,21 +93,3 @@ class _TrainerInTurns(DelegatingEngine):
     async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
         async with self._turns.turn("training"):
             return await self._engine.sample(request, on_delta)
-
-
-class _SamplerInTurns:
-    """Implements `replica.SamplerProcess` for a vLLM, which pauses its samples while it sleeps."""
-
-    def __init__(self, process: SamplerProcess, turns: MemoryTurns) -> None:
-        self.died, self.pid = process.died, process.pid
-        self.detach, self.cancel = process.detach, process.cancel
-        self.release_memory, self.close = process.release_memory, process.close
-        self._process, self._turns = process, turns
-
-    async def attach(self, version: str, source: SavedAdapter) -> None:
-        async with self._turns.turn("sampling"):
-            await self._process.attach(version, source)
-
-    async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
-        async with self._turns.turn("sampling", pausable=True):
-            return await self._process.sample(request, on_delta)
