@@ -51,7 +51,7 @@ def test_any_settings_and_rows_are_diagnosed(run_settings, rows):
     assert isinstance(diagnosis.summary, str)
     for finding in diagnosis.findings:
         assert finding.sentence.endswith(".")
-        assert finding.change.endswith(".")
+        assert finding.change.text.endswith(".")
 
 
 @settings(max_examples=50)

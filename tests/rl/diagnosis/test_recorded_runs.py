@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.rl.diagnosis.cases import rows_of
-from tinsmith.rl.diagnosis import diagnose, first_batch
+from tinsmith.rl.diagnosis import Change, diagnose, first_batch
 
 RUNS = Path(__file__).parent / "runs"
 HEALTHY = (
@@ -23,7 +22,7 @@ SICK: dict[str, dict[str, str]] = {
     },
     "all_right": {"no_update": "Use harder tasks in tasks.train"},
     "one_reward": {"no_update": "every reply to a task got the same reward (mean reward 0). Set group_size: 8"},
-    "greedy": {"no_update": "Set sampling.temperature: 1;"},
+    "greedy": {"no_update": "Set sampling.temperature: 1. At 0 all"},
     "single_replies": {
         "few_updates": "Only 6 of 20 steps updated the weights: in 14 of the others, every reply was wrong"
     },
@@ -66,7 +65,7 @@ SICK: dict[str, dict[str, str]] = {
         "constant answer has 0.125. Set sampling.max_tokens: 2."
     },
     "other_sampler": {"sampler_mismatch": "v2 is 0.0717 although the weights are the same. Set algorithm.correction"},
-    "too_hot": {"sampler_mismatch": "Set sampling.temperature: 1 and leave out top_p and top_k"},
+    "too_hot": {"sampler_mismatch": "Set sampling.temperature: 1. Leave out top_p and top_k."},
     "far_away": {"far_from_reference": "The policy is 1.07 nats per token from its reference"},
     "endless_game": {"max_turns": "66 % of the rollouts end at the largest number of turns, not by themselves. Set wo"},
     "unwinnable_game": {"no_update": "of turns (mean reward 0). Set workflow.max_turns: 4."},
@@ -115,8 +114,7 @@ def test_a_setting_is_changed_once_at_any_time(name):
     settings, rows = run(name)
     for length in range(len(rows) + 1):
         changes = [finding.change for finding in diagnose(settings, rows[:length]).findings]
-        settings_changed = [re.sub(r"(Set|Raise|Lower) ([\w.]*\w).*", r"\2", change) for change in changes]
-        assert len(set(settings_changed)) == len(changes)
+        assert len({change.setting or change.text for change in changes}) == len(changes)
 
 
 def test_what_a_cause_explains_is_named():
@@ -136,7 +134,7 @@ def test_unjudged_rewards_do_not_hide_findings():
 def test_an_environment_with_its_own_limit_is_named():
     settings, rows = run("endless_game")
     settings = {**settings, "workflow": {}, "environment": {"type": "openenv", "max_turns": 12}}
-    assert diagnose(settings, rows).findings[0].change == "Set environment.max_turns: 24."
+    assert diagnose(settings, rows).findings[0].change == Change(setting="environment.max_turns", value=24)
 
 
 def test_first_batch_cut_off_is_noted():

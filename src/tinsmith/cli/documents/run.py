@@ -9,6 +9,7 @@ from tinsmith.errors import ConfigError
 
 if TYPE_CHECKING:
     from tinsmith.rl.config import RunConfig
+    from tinsmith.rl.diagnosis import Finding
     from tinsmith.rl.history import RunHistory
 
 
@@ -27,7 +28,7 @@ def run_document(history: RunHistory) -> dict[str, Any]:
         "steps": history.step_count,
         "updates": diagnosis.updates,
         "summary": diagnosis.summary,
-        "findings": [asdict(finding) for finding in diagnosis.findings],
+        "findings": [_finding(each) for each in diagnosis.findings],
         "checkpoint": _checkpoint(history),
         "comparison": history.comparison,
         "results": history.results,
@@ -46,6 +47,12 @@ def document_of(settings: RunConfig) -> dict[str, Any]:
     path = folder_path(settings)
     part = {"explore": explore_part(settings.sampler), "bench": BENCH}.get(settings.mode, "")
     return run_document(RunHistory(path / part, part) if part else RunHistory(path))
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    """A finding with its change in words, and the setting and the value of it."""
+    change = finding.change
+    return {**asdict(finding), "change": change.text, "setting": change.setting, "value": change.value}
 
 
 def _checkpoint(history: RunHistory) -> dict[str, Any] | None:

@@ -5,8 +5,8 @@ and the dashboard show what it returns.
 """
 
 from tinsmith.rl.diagnosis.diagnose import diagnose
-from tinsmith.rl.diagnosis.findings import Diagnosis, Finding, Severity
+from tinsmith.rl.diagnosis.findings import Change, Diagnosis, Finding, Severity
 from tinsmith.rl.diagnosis.live import LiveDiagnosis
 from tinsmith.rl.diagnosis.outcome import first_batch
 
-__all__ = ["Diagnosis", "Finding", "LiveDiagnosis", "Severity", "diagnose", "first_batch"]
+__all__ = ["Change", "Diagnosis", "Finding", "LiveDiagnosis", "Severity", "diagnose", "first_batch"]

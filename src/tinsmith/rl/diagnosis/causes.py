@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,7 +23,7 @@ def by_cause(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     causes = [_joined(each, [other for other in findings if roots[other.name] is each]) for each in roots.values()]
     listed: dict[str, Finding] = {}
     for cause in sorted(dict.fromkeys(causes), key=lambda finding: finding.severity):  # error before warning
-        key = _changed(cause)
+        key = cause.change.setting or cause.change.text
         listed[key] = _joined(listed[key], [cause], whole=True) if key in listed else cause
     return tuple(listed.values())
 
@@ -58,9 +57,3 @@ def _joined(cause: Finding, explained: Sequence[Finding], *, whole: bool = False
             *(name for each in others for name in (each.name, *(each.explains if whole else ()))),
         ),
     )
-
-
-def _changed(finding: Finding) -> str:
-    """The setting that a finding changes, or else its whole change."""
-    match = re.match(r"(?:Set|Raise|Lower) ([\w.]*\w)", finding.change)
-    return match[1] if match else finding.change

@@ -13,11 +13,34 @@ Severity = Literal["error", "warning"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What to do about a finding: a setting of the run file with its new value, other advice, or both.
+
+    Example: Change(setting="sampling.max_tokens", value=256).text
+    """
+
+    setting: str = ""
+    """Key of the run file that is changed; empty if it is not a single one."""
+    value: float | str | None = None
+    """Its new value; None if the settings do not say the present one, and `advice` says in which direction."""
+    advice: str = ""
+    """Sentences on what else to do."""
+
+    @property
+    def text(self) -> str:
+        """The change in sentences."""
+        if self.value is None:
+            return self.advice
+        value = f"{self.value:g}" if isinstance(self.value, float) else self.value
+        return f"Set {self.setting}: {value}. {self.advice}".rstrip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """Something that keeps a run from learning.
 
     Example: Finding(name="cut_off", severity="warning", sentence="62 % of the replies …",
-    change="Set sampling.max_tokens: 256.", metric="rollouts/cut")
+    change=Change(setting="sampling.max_tokens", value=256), metric="rollouts/cut")
     """
 
     name: str
@@ -25,8 +48,8 @@ class Finding:
     severity: Severity
     sentence: str
     """What is wrong, with its numbers."""
-    change: str
-    """What to change: a key of the run file and a value."""
+    change: Change
+    """What to do about it."""
     metric: str = ""
     """The metric that shows it best."""
     explains: tuple[str, ...] = ()
@@ -35,7 +58,7 @@ class Finding:
     @property
     def text(self) -> str:
         """The sentence and the change."""
-        return f"{self.sentence} {self.change}"
+        return f"{self.sentence} {self.change.text}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from typing import Any
 from tinsmith.plurals import counted
 from tinsmith.rl.diagnosis import thresholds
 from tinsmith.rl.diagnosis.evidence import Evidence, ends_size, finite
-from tinsmith.rl.diagnosis.findings import Finding
-from tinsmith.rl.diagnosis.words import lower_rate, more_turns, number, percent, rounded, up
+from tinsmith.rl.diagnosis.findings import Change, Finding
+from tinsmith.rl.diagnosis.words import RATE, lower_rate, more_turns, number, percent, rounded, up
 
 
 def findings(evidence: Evidence) -> Iterator[Finding]:
@@ -41,7 +41,9 @@ def _failed(evidence: Evidence) -> Iterator[Finding]:
             severity="error" if share > thresholds.UPDATED.value else "warning",
             sentence=f"{counted(int(failed), 'rollout')} failed, {percent(min(1.0, share))} of all"
             f"{answers if lost > thresholds.FAILED.value else ''}.",
-            change="Fix the cause: `tinsmith log RUN --level WARNING` shows the first error of each step.",
+            change=Change(
+                advice="Fix the cause: `tinsmith log RUN --level WARNING` shows the first error of each step."
+            ),
             metric="rollouts/failed",
             explains=("failing_evaluations",),
         )
@@ -50,7 +52,7 @@ def _failed(evidence: Evidence) -> Iterator[Finding]:
             name="failing_evaluations",
             severity="warning",
             sentence=f"{percent(min(1.0, lost))} of the answers of evaluations failed, and count as wrong.",
-            change="Fix the cause: `tinsmith log RUN` shows their errors.",
+            change=Change(advice="Fix the cause: `tinsmith log RUN` shows their errors."),
             metric="eval/failed",
         )
 
@@ -69,7 +71,7 @@ def _cut_off(evidence: Evidence) -> Iterator[Finding]:
             severity="warning",
             sentence=f"{percent(recent)} of the replies are cut off at sampling.max_tokens {limit:.0f}{rise}; rewards "
             "read unfinished text.",
-            change=f"Set sampling.max_tokens: {up(2 * max(1.0, limit))}." if not rise else _overlong(limit),
+            change=_overlong(limit) if rise else Change(setting="sampling.max_tokens", value=up(2 * max(1.0, limit))),
             metric="rollouts/cut",
             explains=("few_signals",),
         )
@@ -93,8 +95,9 @@ def _max_turns(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def _overlong(limit: float) -> str:
-    return f"Add {{type: overlong, max_tokens: {limit:.0f}, margin: {max(1.0, limit / 4):.0f}}} to rewards."
+def _overlong(limit: float) -> Change:
+    reward = f"{{type: overlong, max_tokens: {limit:.0f}, margin: {max(1.0, limit / 4):.0f}}}"
+    return Change(advice=f"Add {reward} to rewards.")
 
 
 def first_batch(settings: Mapping[str, Any], row: Mapping[str, Any]) -> str:
@@ -147,7 +150,7 @@ def _reward(evidence: Evidence) -> Iterator[Finding]:
             name="reward_falls",
             severity="error",
             sentence=f"The reward fell from {number(best)} around step {step} to {number(curve[-1])}.",
-            change=f"{lower_rate(evidence, 3)} Continue from a checkpoint near step {step}.",
+            change=lower_rate(evidence, 3, f"Continue from a checkpoint near step {step}."),
             metric="reward/mean",
         )
     elif evidence.ended and not ends.rose and not evidence.is_near_top:
@@ -161,13 +164,14 @@ def _reward(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _more_signal(evidence: Evidence) -> str:
+def _more_signal(evidence: Evidence) -> Change:
     rate = max(evidence.curve("optim/lr"), default=0.0)
     if 0 < rate < 1e-4:
-        return f"Set optimizer.learning_rate: {rounded(max(1e-4, 3 * rate))}."
+        return Change(setting=RATE, value=rounded(max(1e-4, 3 * rate)))
     if rate > thresholds.RATE_HIGH.value:
         return lower_rate(evidence, 10)
-    return f"Set groups_per_step: {int(2 * evidence.number('groups_per_step', 16))}, and more steps."
+    groups = int(2 * evidence.number("groups_per_step", 16))
+    return Change(setting="groups_per_step", value=groups, advice="Take more steps too.")
 
 
 def _below_constant(evidence: Evidence) -> Iterator[Finding]:
@@ -209,8 +213,10 @@ def _held_out(evidence: Evidence) -> Iterator[Finding]:
         severity="warning",
         sentence=f"The reward rose ({number(ends.first)} → {number(ends.last)}), and held-out tasks did not get better "
         f"({measure} {number(results[0])} → {number(results[-1])} of {counted(tasks[-1] if tasks else 0, 'task')}).",
-        change="Read rollouts for what the reward pays, and set eval.rewards to a strict one; with few training tasks, "
-        "add tasks.",
+        change=Change(
+            advice="Read rollouts for what the reward pays, and set eval.rewards to a strict one; with few training "
+            "tasks, add tasks."
+        ),
         metric=measure,
     )
 
@@ -227,7 +233,7 @@ def _demonstrations(evidence: Evidence) -> Iterator[Finding]:
             severity="error",
             sentence="The negative log-likelihood of the demonstrations rose: "
             f"{number(first)} → {number(ends.last)} nats per token.",
-            change=f"{lower_rate(evidence, 10)} Then start again.",
+            change=lower_rate(evidence, 10, "Then start again."),
             metric="optim/expert_nll",
         )
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from tinsmith.plurals import counted
 from tinsmith.rl.diagnosis import thresholds
 from tinsmith.rl.diagnosis.evidence import Evidence, finite
-from tinsmith.rl.diagnosis.findings import Finding
-from tinsmith.rl.diagnosis.words import lower_rate, number, percent, rounded
+from tinsmith.rl.diagnosis.findings import Change, Finding
+from tinsmith.rl.diagnosis.words import RATE, lower_rate, number, percent, rounded
 
 _OF_NO_SIGNAL = ("no_update", "few_updates", "few_signals", "equal_replies_in_groups")
 _OF_DAMAGE = (
@@ -17,6 +17,7 @@ _OF_DAMAGE = (
     "reward_falls", "far_from_reference",
 )  # fmt: skip
 """Findings of a policy that writes no text any more."""
+_MORE_ENTROPY = Change(setting="algorithm.entropy.coef", value=0.01)
 _NORMS = 8
 """Gradient norms before one can stand out."""
 
@@ -42,7 +43,7 @@ def _not_finite(evidence: Evidence) -> Iterator[Finding]:
                 name="not_finite",
                 severity="error",
                 sentence=f"The {noun} of {counted(len(steps), 'step')} was not finite, first in step {steps[0]:.0f}.",
-                change=f"{lower_rate(evidence, 10)} Start again from a checkpoint before that step.",
+                change=lower_rate(evidence, 10, "Start again from a checkpoint before that step."),
                 metric=name,
                 explains=(*_OF_DAMAGE, "equal_replies", "entropy_explosion"),
             )
@@ -75,9 +76,11 @@ def _equal_replies(evidence: Evidence) -> Iterator[Finding]:
                 sentence=f"{same} ({before}), and the reward pays for it."
                 if evidence.improves
                 else f"{same} ({before}).",
-                change="Use rewards that depend on the task, such as rewards: [{type: math}]."
-                if evidence.improves
-                else "Look at a reply with `tinsmith debug FILE`: the prompt or sampling.stop may leave no other.",
+                change=Change(
+                    advice="Use rewards that depend on the task, such as rewards: [{type: math}]."
+                    if evidence.improves
+                    else "Look at a reply with `tinsmith debug FILE`: the prompt or sampling.stop may leave no other."
+                ),
                 metric=metric,
                 explains=("held_out_flat", *_OF_NO_SIGNAL[1:]),
             )
@@ -86,7 +89,7 @@ def _equal_replies(evidence: Evidence) -> Iterator[Finding]:
             name="equal_replies",
             severity="error",
             sentence=f"{same} ({before}): the policy has collapsed.",
-            change=f"{lower_rate(evidence, 10)} Then start again.",
+            change=lower_rate(evidence, 10, "Then start again."),
             metric=metric,
             explains=_OF_DAMAGE,
         )
@@ -99,7 +102,7 @@ def _equal_replies(evidence: Evidence) -> Iterator[Finding]:
             severity="warning",
             sentence=f"In {percent(groups)} of the groups of the last steps all replies are the same text, so there is "
             "nothing to compare.",
-            change="Set sampling.temperature: 1." if cold else "Set algorithm.entropy.coef: 0.01.",
+            change=Change(setting="sampling.temperature", value=1) if cold else _MORE_ENTROPY,
             metric="groups/equal",
         )
 
@@ -117,7 +120,7 @@ def _entropy(evidence: Evidence) -> Iterator[Finding]:
             severity="warning",
             sentence=f"The entropy has collapsed ({number(max(start))} → {number(max(0.0, last))} nats per token): the "
             "policy samples nothing else any more.",
-            change="Set algorithm.entropy.coef: 0.01."
+            change=_MORE_ENTROPY
             if max(evidence.curve("optim/lr"), default=0.0) <= thresholds.RATE_USUAL.value
             else lower_rate(evidence, 3),
             metric=evidence.entropy,
@@ -129,7 +132,7 @@ def _entropy(evidence: Evidence) -> Iterator[Finding]:
             severity="error",
             sentence=f"The entropy has grown ({number(min(start))} → {number(last)} nats per token): the replies turn "
             "into random tokens.",
-            change=f"{lower_rate(evidence, 10)} Then start again.",
+            change=lower_rate(evidence, 10, "Then start again."),
             metric=evidence.entropy,
             explains=_OF_DAMAGE,
         )
@@ -149,7 +152,9 @@ def _learning_rate(evidence: Evidence) -> Iterator[Finding]:
             name="learning_rate_low",
             severity="warning",
             sentence=f"The learning rate is {number(rate)} at most, and the reward has not risen.",
-            change="Set optimizer.learning_rate: 0.0001; LoRA needs about ten times that of full fine-tuning.",
+            change=Change(
+                setting=RATE, value=0.0001, advice="LoRA needs about ten times the rate of full fine-tuning."
+            ),
             metric="optim/lr",
         )
     elif rate > thresholds.RATE_HIGH.value and (evidence.recent("reward/mean") or 0.0) <= max(rewards[:2]):
@@ -157,7 +162,7 @@ def _learning_rate(evidence: Evidence) -> Iterator[Finding]:
             name="learning_rate_high",
             severity="error",
             sentence=f"The learning rate is {number(rate)}, and the reward has not risen.",
-            change=f"{lower_rate(evidence, 10)} Then start again.",
+            change=lower_rate(evidence, 10, "Then start again."),
             metric="optim/lr",
             explains=(*_OF_NO_SIGNAL, "entropy_collapse", "reward_falls", "lengths_shrink", "far_from_reference"),
         )
@@ -175,9 +180,17 @@ def _mismatch(evidence: Evidence) -> Iterator[Finding]:
         severity="warning",
         sentence=f"Sampler and trainer disagree: optim/kl_sample_train_v2 is {number(value)} although the weights are "
         "the same.",
-        change="Set algorithm.correction.type: tis; another sampler or another precision rounds differently."
+        change=Change(
+            setting="algorithm.correction.type",
+            value="tis",
+            advice="Another sampler or another precision rounds differently.",
+        )
         if exact
-        else "Set sampling.temperature: 1 and leave out top_p and top_k, or set algorithm.old_logprobs: recomputed.",
+        else Change(
+            setting="sampling.temperature",
+            value=1,
+            advice="Leave out top_p and top_k. Or set algorithm.old_logprobs: recomputed.",
+        ),
         metric="optim/kl_sample_train_v2",
         explains=("off_policy",) if not _is_stale(evidence) and not _updates_often(evidence) else (),
     )
@@ -219,15 +232,15 @@ def _off_policy(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def _fresher(evidence: Evidence, *, stale: bool) -> str:
+def _fresher(evidence: Evidence, *, stale: bool) -> Change:
     epochs = int(evidence.number("updates.epochs", 1))
     staleness = int(evidence.number("staleness"))
     if epochs > 1:
-        return f"Set updates.epochs: {epochs // 2}."
+        return Change(setting="updates.epochs", value=epochs // 2)
     if evidence.number("updates.minibatches", 1) > 1 and not stale:
-        return f"Set updates.minibatches: {int(evidence.number('updates.minibatches')) // 2}."
+        return Change(setting="updates.minibatches", value=int(evidence.number("updates.minibatches")) // 2)
     if staleness:
-        return f"Set staleness: {staleness // 2}."
+        return Change(setting="staleness", value=staleness // 2)
     return lower_rate(evidence, 3)
 
 
@@ -243,7 +256,7 @@ def _reference(evidence: Evidence) -> Iterator[Finding]:
         severity="warning",
         sentence=f"The policy is {number(value)} nats per token from its reference (optim/kl_reference_k3), and the "
         "reward has not risen.",
-        change=f"Set {key}.coef: {rounded(10 * coef)}.",
+        change=Change(setting=f"{key}.coef", value=rounded(10 * coef)),
         metric="optim/kl_reference_k3",
         explains=("reward_falls",),
     )
@@ -266,7 +279,7 @@ def _gradient_spikes(evidence: Evidence) -> Iterator[Finding]:
         severity="warning",
         sentence=f"The gradient norm of {counted(len(spikes), 'step')} is far above the median of {number(median)}: "
         f"{number(value)} in step {step}.",
-        change=f"Set optimizer.grad_clip_norm: {rounded(2 * median)}.",
+        change=Change(setting="optimizer.grad_clip_norm", value=rounded(2 * median)),
         metric="optim/grad_norm",
     )
 
@@ -285,13 +298,16 @@ def _critic(evidence: Evidence) -> Iterator[Finding]:
         severity="warning",
         sentence=f"The critic does not predict the returns: it explains {percent(max(0.0, explained))} of their "
         f"variance after {counted(steps, 'step')}.",
-        change=f"Set algorithm.critic.optimizer.learning_rate: {_critic_rate(evidence)}, and low and "
-        "high of the critic to the range of the returns.",
+        change=Change(
+            setting="algorithm.critic.optimizer.learning_rate",
+            value=_critic_rate(evidence),
+            advice="Set low and high of the critic to the range of the returns.",
+        ),
         metric="critic/explained_variance",
     )
 
 
-def _critic_rate(evidence: Evidence) -> str:
+def _critic_rate(evidence: Evidence) -> float:
     """A higher learning rate for the critic."""
     rate = evidence.number("algorithm.critic.optimizer.learning_rate") or max(evidence.curve("critic/lr"), default=0.0)
     return rounded(max(1e-4, 3 * rate))

@@ -11,7 +11,7 @@ from typing import Any
 from tinsmith.plurals import counted
 from tinsmith.rl.diagnosis import thresholds
 from tinsmith.rl.diagnosis.evidence import Evidence, finite
-from tinsmith.rl.diagnosis.findings import Finding
+from tinsmith.rl.diagnosis.findings import Change, Finding
 from tinsmith.rl.diagnosis.words import lower_rate, more_turns, number, percent, up
 
 COMPARING = frozenset(("grpo", "rloo", "opmd", "rec", "best", "gigpo", "step_wise_grpo"))
@@ -43,6 +43,17 @@ _EXPLAINED = {
     Reason.STALE: ("off_policy",),
 }
 """Findings that have the same cause as a missing signal, by its reason."""
+
+
+_ADVICE = {
+    Reason.ALL_RIGHT: "Use harder tasks in tasks.train; the model can do these already.",
+    Reason.ALL_WRONG: "Give partial credit with a graded reward, such as rewards: [{type: closeness}] for numbers, "
+    "or let a stage with algorithm.type: sft come first.",
+    Reason.FAILED: "Fix the cause: `tinsmith log RUN --level WARNING` shows the first error of each step.",
+    Reason.OTHER: "Loosen algorithm.correction, algorithm.mask_truncated or filters: one of them leaves no token to "
+    "train on.",
+}
+"""What to do against a missing signal where no single setting helps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,26 +204,31 @@ def _explained(evidence: Evidence, reason: Reason) -> str:
             return "no reply had an advantage or a gradient"
 
 
-def _change(evidence: Evidence, reason: Reason) -> str:
+def _change(evidence: Evidence, reason: Reason) -> Change:
     """What to change against a missing signal."""
     size = int(evidence.number("group_size", 8))
     compared = reason in (Reason.ALL_WRONG, Reason.ALL_RIGHT, Reason.EQUAL_REPLIES, Reason.CONSTANT, Reason.OTHER)
     if compared and evidence.number("sampling.temperature", 1.0) == 0:
-        return "Set sampling.temperature: 1; at 0 all replies to a task are the same."
+        same = "At 0 all replies to a task are the same."
+        return Change(setting="sampling.temperature", value=1, advice=same)
     if compared and size == 1:
-        return "Set group_size: 8; a single reply has no other to be compared with."
-    return {
-        Reason.ALL_RIGHT: "Use harder tasks in tasks.train; the model can do these already.",
-        Reason.ALL_WRONG: "Give partial credit with a graded reward, such as rewards: [{type: closeness}] for numbers, "
-        "or let a stage with algorithm.type: sft come first.",
-        Reason.EQUAL_REPLIES: f"{lower_rate(evidence, 10)} Then start again from weights whose replies differ.",
-        Reason.CUT_OFF: f"Set sampling.max_tokens: {up(2 * evidence.number('sampling.max_tokens', 128))}.",
-        Reason.MAX_TURNS: more_turns(evidence),
-        Reason.FAILED: "Fix the cause: `tinsmith log RUN --level WARNING` shows the first error of each step.",
-        Reason.FILTERED: "Set filter_refills: 4, which samples until groups pass, or loosen filters.",
-        Reason.STALE: f"Set staleness: {max(0, int(evidence.number('staleness')) - 1)}.",
-        Reason.CONSTANT: f"Set group_size: {2 * size}, or use a graded reward, so that the rewards of a task differ.",
-    }.get(
-        reason,
-        "Loosen algorithm.correction, algorithm.mask_truncated or filters: one of them leaves no token to train on.",
-    )
+        return Change(setting="group_size", value=8, advice="A single reply has no other to be compared with.")
+    match reason:
+        case Reason.CUT_OFF:
+            limit = evidence.number("sampling.max_tokens", 128)
+            return Change(setting="sampling.max_tokens", value=up(2 * limit))
+        case Reason.MAX_TURNS:
+            return more_turns(evidence)
+        case Reason.EQUAL_REPLIES:
+            return lower_rate(evidence, 10, "Then start again from weights whose replies differ.")
+        case Reason.FILTERED:
+            return Change(
+                setting="filter_refills", value=4, advice="Other groups then take their place. Or loosen filters."
+            )
+        case Reason.STALE:
+            return Change(setting="staleness", value=max(0, int(evidence.number("staleness")) - 1))
+        case Reason.CONSTANT:
+            graded = "Or use a graded reward, so that the rewards of a task differ."
+            return Change(setting="group_size", value=2 * size, advice=graded)
+        case _:
+            return Change(advice=_ADVICE[reason])

@@ -1,4 +1,4 @@
-"""Numbers as the sentences of findings write them."""
+"""Numbers as the sentences of findings write them, and changes that several findings share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import math
 
 from tinsmith.rl.diagnosis import thresholds
 from tinsmith.rl.diagnosis.evidence import Evidence
+from tinsmith.rl.diagnosis.findings import Change
 from tinsmith.settings import flatten
+
+RATE = "optimizer.learning_rate"
 
 
 def percent(share: float) -> str:
@@ -21,11 +24,9 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def rounded(value: float) -> str:
+def rounded(value: float) -> float:
     """A setting near the value, with one digit: 5e-05, 0.3."""
-    if value <= 0:
-        return "0"
-    return f"{round(value, -math.floor(math.log10(value))):g}"
+    return round(value, -math.floor(math.log10(value))) if value > 0 else 0.0
 
 
 def up(value: float) -> int:
@@ -33,15 +34,19 @@ def up(value: float) -> int:
     return 2 ** max(0, math.ceil(math.log2(max(1.0, value))))
 
 
-def more_turns(evidence: Evidence) -> str:
+def more_turns(evidence: Evidence) -> Change:
     """The change to the largest number of turns, of the workflow or of an environment."""
     path = next((path for path in flatten(evidence.settings) if path.rpartition(".")[2] == "max_turns"), "")
     limit = evidence.number(path) if path else 0.0
-    return f"Set {path}: {2 * limit:.0f}." if limit else "Raise workflow.max_turns."
+    if not limit:
+        return Change(setting="workflow.max_turns", advice="Raise workflow.max_turns.")
+    return Change(setting=path, value=round(2 * limit))
 
 
-def lower_rate(evidence: Evidence, factor: float) -> str:
-    """The change to a learning rate that is smaller by `factor`."""
+def lower_rate(evidence: Evidence, factor: float, then: str = "") -> Change:
+    """The change to a learning rate that is smaller by `factor`, and what to do `then`."""
     rate = max([evidence.number("optimizer.learning_rate"), *evidence.curve("optim/lr")])
     lower = thresholds.RATE_USUAL.value if rate > thresholds.RATE_HIGH.value else rate / factor
-    return f"Set optimizer.learning_rate: {rounded(lower)}." if rate else "Lower optimizer.learning_rate."
+    if not rate:
+        return Change(setting=RATE, advice=f"Lower {RATE}. {then}".rstrip())
+    return Change(setting=RATE, value=rounded(lower), advice=then)

@@ -96,7 +96,9 @@ class ConsoleMonitor(Monitor):
 
     def _print_finding(self, finding: Finding, when: str = "") -> None:
         color = "red" if finding.severity == "error" else "yellow"
-        text = f"[{color}]{finding.severity}[/]: {when}{escape(finding.sentence)} [bold]{escape(finding.change)}[/]"
+        text = (
+            f"[{color}]{finding.severity}[/]: {when}{escape(finding.sentence)} [bold]{escape(finding.change.text)}[/]"
+        )
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def _line(self, step: int, values: Mapping[str, float]) -> str:
