@@ -25,8 +25,8 @@ Measure = Literal["logprob", "advantage", "difference"]
 _LIMIT, _INSPECT_LIMIT = 20, 1_000
 
 
-def _flag(text: str, name: str | None = None) -> Parameter:
-    return Parameter(help=text, name=name, negative="")
+def _flag(text: str) -> Parameter:
+    return Parameter(help=text, negative="")
 
 
 def _option(text: str) -> Parameter:

@@ -241,10 +241,10 @@ def has_key(section: type[Section], path: Sequence[str]) -> bool:
     return not rest or has_key(nested, rest)
 
 
-def translate_declared(section: Section, prefix: str = "") -> Translation:
+def translate_declared(section: Section) -> Translation:
     """Translate the keys whose fate needs no code: copied, ignored and refused ones."""
     result, ignored = NOTHING, dict[str, list[str]]()
-    for path, kind, name, value, is_set in _walk(section, prefix):
+    for path, kind, name, value, is_set in _walk(section, ""):
         match _fate(kind, name):
             case Copied(to) if value is not None:
                 result += settings({to: value})

@@ -11,11 +11,16 @@ import pytest
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.data import countdown
-from tinsmith.rl.data.countdown import countdown_splits, prepare_countdown, random_puzzle
+from tinsmith.rl.data.countdown import prepare_countdown, random_puzzle
 from tinsmith.rl.data.row_sources import Jsonl
 from tinsmith.rl.rewards.countdown import Countdown
 
 HUB_ROWS = [{"target": 10 + number % 90, "nums": [number % 50 + 1, number // 50 + 1, 7]} for number in range(2_000)]
+
+
+def countdown_splits(*arguments: object, **options: object) -> dict[str, list[dict]]:
+    """The rows of each split."""
+    return {name: list(rows) for name, rows in prepare_countdown(*arguments, **options).splits.items()}
 
 
 def reachable(numbers: list[Fraction]) -> set[Fraction]:

@@ -247,9 +247,9 @@ class LocalSlot:
 class LocalSlots(Slots):
     """Slots on this machine, without Ray."""
 
-    def __init__(self, identity: Identity | None = None, *, over_tcp: bool = False) -> None:
+    def __init__(self, identity: Identity | None = None) -> None:
         """As of `LocalSlot`."""
-        self._identity, self._over_tcp = identity, over_tcp
+        self._identity = identity
         self._free_gpus: list[str] | None = None
         self._reserved: list[LocalSlot] = []
 
@@ -271,7 +271,7 @@ class LocalSlots(Slots):
         slots = []
         for number in range(count):
             devices, free[:gpus] = tuple(free[:gpus]), []
-            slots.append(LocalSlot(f"{name}-{number}", devices, self._identity, over_tcp=self._over_tcp))
+            slots.append(LocalSlot(f"{name}-{number}", devices, self._identity))
         self._reserved += slots
         return list(slots)
 

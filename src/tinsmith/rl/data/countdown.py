@@ -50,11 +50,6 @@ class CountdownData:
     """Why the hub was not used although it was tried; empty otherwise."""
 
 
-def countdown_splits(source: CountdownSource = "auto", limit: int | None = None, seed: int = 0) -> dict[str, list[Row]]:
-    """The rows of each split. See `prepare_countdown`."""
-    return {name: list(rows) for name, rows in prepare_countdown(source, limit, seed).splits.items()}
-
-
 def prepare_countdown(source: CountdownSource = "auto", limit: int | None = None, seed: int = 0) -> CountdownData:
     """Make the splits, each of at most `limit` rows. Raises ConfigError if `source` is hub and it cannot be read.
 

@@ -42,11 +42,6 @@ class Ends:
         """Whether the metric rose by more than noise."""
         return self.change > max(thresholds.GAIN.value * self.error, 1e-9)
 
-    @property
-    def fell(self) -> bool:
-        """Whether the metric fell by more than noise."""
-        return self.change < -max(thresholds.GAIN.value * self.error, 1e-9)
-
 
 class Evidence:
     """Settings and rows, joined by step."""

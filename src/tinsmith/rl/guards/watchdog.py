@@ -35,13 +35,13 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def watch_event_loop(limit: float, *, warn: float = WARN_SECONDS, keep_signals: bool = True) -> Iterator[None]:
+def watch_event_loop(limit: float, *, keep_signals: bool = True) -> Iterator[None]:
     """Watch the running event loop during a block; interrupt user code that blocks it for `limit` seconds.
 
     Outside of the main thread, code is not interrupted. Without `keep_signals`, the block may change what SIGINT and
     SIGTERM do, as a notebook does with each cell.
     """
-    watchdog = _Watchdog(asyncio.get_running_loop(), limit, min(warn, limit), keep_signals)
+    watchdog = _Watchdog(asyncio.get_running_loop(), limit, min(WARN_SECONDS, limit), keep_signals)
     watchdog.start()
     try:
         yield

@@ -31,9 +31,9 @@ def prompt_limit(context_length: int, *, images: bool = False) -> int:
     return PROMPT_BYTES + PROMPT_BYTES_PER_TOKEN * context_length + (IMAGES_BYTES if images else 0)
 
 
-async def read_body(request: Request, limit: int, hint: str = "Send less in one request.") -> bytes:
+async def read_body(request: Request, limit: int) -> bytes:
     """The request's body. Raises TooLarge if it has over `limit` bytes, Gone if the client disconnects."""
-    return bytes(await _read(request, limit, hint, Counter(), ""))
+    return bytes(await _read(request, limit, "Send less in one request.", Counter(), ""))
 
 
 class LargeBodies:

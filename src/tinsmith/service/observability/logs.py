@@ -44,11 +44,6 @@ _CONTEXT: ContextVar[LogContext] = ContextVar("log_context", default=_EMPTY)
 _ARRIVED: ContextVar[int] = ContextVar("arrived", default=0)
 
 
-def current_log_context() -> LogContext:
-    """The context of the current task."""
-    return _CONTEXT.get()
-
-
 @contextmanager
 def log_context(request_id: str = "", owner: str = "") -> Iterator[None]:
     """Set the log context to a request for the duration of the block. The session is the first part of its id."""

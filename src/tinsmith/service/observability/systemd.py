@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Mapping
 
 READY, STOPPING, WATCHDOG = "READY=1", "STOPPING=1", "WATCHDOG=1"
 
@@ -17,9 +16,9 @@ READY, STOPPING, WATCHDOG = "READY=1", "STOPPING=1", "WATCHDOG=1"
 class Notifier:
     """The socket that systemd names in the environment."""
 
-    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
-        self._address = environment.get("NOTIFY_SOCKET", "")
-        self._watchdog_s = int(environment.get("WATCHDOG_USEC", "0")) / 1e6
+    def __init__(self) -> None:
+        self._address = os.environ.get("NOTIFY_SOCKET", "")
+        self._watchdog_s = int(os.environ.get("WATCHDOG_USEC", "0")) / 1e6
 
     def send(self, state: str) -> None:
         """Send a state. An address that begins with @ is abstract."""

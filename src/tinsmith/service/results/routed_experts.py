@@ -28,9 +28,9 @@ def recorded_experts(sampled: SampleResult) -> list[np.ndarray]:
 class RecentRoutedExperts:
     """The records of recent samples: prompt, and each sequence without its last token."""
 
-    def __init__(self, owner_of: Callable[[str], str | None], max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, owner_of: Callable[[str], str | None]) -> None:
         """`owner_of` returns the tenant of a sampling session, by its id."""
-        self._owner_of, self._max_bytes = owner_of, max_bytes
+        self._owner_of = owner_of
         self._records: OrderedDict[str, tuple[np.ndarray, Sequence[np.ndarray]]] = OrderedDict()
         self._bytes = 0
 
@@ -41,7 +41,7 @@ class RecentRoutedExperts:
             return
         self._records[request_id] = prompt, sequences
         self._bytes += _size(prompt, sequences)
-        while self._bytes > self._max_bytes and len(self._records) > 1:
+        while self._bytes > MAX_BYTES and len(self._records) > 1:
             _, dropped = self._records.popitem(last=False)
             self._bytes -= _size(*dropped)
 

@@ -154,8 +154,7 @@ class HybridContext:
     shape: RecurrentShape
     attention: Any
     """An `AttentionContext`."""
-    recurrent: Any
-    """A `RecurrentContext`."""
+    recurrent: RecurrentContext
 
     @property
     def recomputes(self) -> bool:
@@ -180,7 +179,7 @@ class HybridContext:
 
     def mix(self, layer: int, inputs: MixerInputs) -> Tensor:
         """As `RecurrentContext.mix`; `layer` is the number in the model."""
-        return self.recurrent.mix(self.shape.recurrent_layers[layer], inputs)  # type: ignore[no-any-return]
+        return self.recurrent.mix(self.shape.recurrent_layers[layer], inputs)
 
 
 def hybrid_context(shape: RecurrentShape, tree: PackedTree, attention: Any, device: torch.device) -> HybridContext:

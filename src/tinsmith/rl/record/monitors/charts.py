@@ -35,9 +35,9 @@ class Curve:
     dashed: bool = False
 
 
-def smooth(points: Sequence[Point], share: float = 0.1) -> tuple[Point, ...]:
-    """Centered moving average; the window holds `share` of the points."""
-    half_window = int(len(points) * share / 2)
+def smooth(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Centered moving average; the window holds a tenth of the points."""
+    half_window = len(points) // 20
     means = []
     for index, (x, _) in enumerate(points):
         window = points[max(0, index - half_window) : index + half_window + 1]
