@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.atomic import atomic_folder, atomic_write, folder_size, link_folder
+from tinsmith.atomic import atomic_folder, atomic_write, folder_size, link_folder, shared_folder
 
 
 def test_atomic_folder_appears_complete_and_replaces_the_old_one(tmp_path: Path) -> None:
@@ -138,3 +138,14 @@ def test_atomic_write_uses_default_permissions(tmp_path: Path):
     plain.write_bytes(b"")
     atomic_write(whole, b"")
     assert whole.stat().st_mode == plain.stat().st_mode
+
+
+def test_shared_folder_is_the_first_that_was_made(tmp_path: Path) -> None:
+    with shared_folder(tmp_path / "deep" / "a") as second:
+        with shared_folder(tmp_path / "deep" / "a") as first:
+            first.mkdir()
+            (first / "file").write_text("first")
+        second.mkdir()
+        (second / "file").write_text("second")
+    assert (tmp_path / "deep" / "a" / "file").read_text() == "first"
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["a"]

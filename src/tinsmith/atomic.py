@@ -9,9 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -61,6 +62,20 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+@contextmanager
+def shared_folder(folder: Path) -> Iterator[Path]:
+    """A path to make a folder at, renamed to `folder` at the end unless another process has made that meanwhile.
+
+    For what can be made again, such as a cache: nothing is synced.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        made = Path(scratch) / folder.name
+        yield made
+        with suppress(OSError):  # another process was first
+            made.rename(folder)
 
 
 def remove_unfinished(folder: Path) -> None:

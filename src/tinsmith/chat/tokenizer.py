@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinsmith.atomic import shared_folder
 from tinsmith.chat.detokenizer import Detokenizer, PythonTexts, TokenTexts
 from tinsmith.chat.rendering import render_template
 from tinsmith.errors import BadRequest, Unsupported
@@ -210,12 +209,8 @@ def write_character_tokenizer(source: str, cache: Path) -> Path:
     """Folder in `cache` with the tokenizer `characters:N`, for clients of this machine; written once."""
     folder = cache / f"character-tokenizer-{source.removeprefix(CHARACTERS)}"
     if not folder.is_dir():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as scratch:
-            written = Path(scratch) / folder.name
+        with shared_folder(folder) as written:
             _character_tokenizer(int(source.removeprefix(CHARACTERS))).save_pretrained(written)
-            with suppress(OSError):  # another process was first
-                written.rename(folder)
     return folder
 
 

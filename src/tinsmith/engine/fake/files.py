@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+from tinsmith.atomic import shared_folder
 from tinsmith.chat.templates import chat_template
 from tinsmith.chat.tokenizer import CHARACTERS
 from tinsmith.engine.config import DEFAULT_MODEL, cache_folder, converted_default
@@ -129,14 +129,10 @@ def _stand_in() -> Path:
         "clean_up_tokenization_spaces": False,
         "chat_template": chat_template("hermes"),
     }
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        written = Path(scratch) / folder.name
+    with shared_folder(folder) as written:
         written.mkdir()
         (written / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
         _pairs_of_letters().save(str(written / "tokenizer.json"))
-        with suppress(OSError):  # another process was first
-            written.rename(folder)
     return folder
 
 

@@ -14,7 +14,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from tinsmith.atomic import shared_folder
 from tinsmith.engine.config import DEFAULT_MODEL, cache_folder, check_source, converted_default
 from tinsmith.errors import ConfigError
 
@@ -176,12 +177,9 @@ def _write_converted(gguf: Path, folder: Path) -> Path:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(loaded.state_dict(), assign=True)
     model.tie_weights()
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        converted = Path(scratch) / folder.name
+    with shared_folder(folder) as converted:
         model.save_pretrained(converted)
         tokenizer.save_pretrained(converted)
-        with suppress(OSError):  # another process was first
-            converted.rename(folder)
     return folder
 
 
