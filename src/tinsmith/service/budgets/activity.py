@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from tinsmith.service.storage.records import Session
 from tinsmith.service.storage.store import Store
@@ -16,9 +17,9 @@ ABANDONED_S = 600.0
 class SessionActivity:
     """The sessions of a store, and when each was last active."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._started = time.time()
+    def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
+        self._store, self._clock = store, clock
+        self._started = clock()
         self._seen: dict[str, float] = {}
         self._abandoned: frozenset[str] = frozenset()
         self._abandoned_at = 0.0
@@ -30,7 +31,7 @@ class SessionActivity:
 
     def touch(self, session_id: str) -> None:
         """The session is active now."""
-        self._seen[session_id] = time.time()
+        self._seen[session_id] = self._clock()
 
     def welcome(self, seen: float) -> None:
         """Take living sessions for active at `seen`, or later: clients could not reach a server that was down."""
@@ -46,7 +47,7 @@ class SessionActivity:
 
     def abandoned(self) -> frozenset[str]:
         """The living sessions that were not active for ABANDONED_S, as of a second ago."""
-        now = time.time()
+        now = self._clock()
         if now >= self._abandoned_at + 1:
             self._abandoned_at = now
             self._abandoned = frozenset(each for each in self._seen if self.is_silent(each, ABANDONED_S))
@@ -57,4 +58,4 @@ class SessionActivity:
         session = self._store.find(Session, session_id)
         if session is None or session.ended is not None:
             return False
-        return max(self._started, self.last_seen(session)) + for_s <= time.time()
+        return max(self._started, self.last_seen(session)) + for_s <= self._clock()
