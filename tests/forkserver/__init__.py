@@ -1,9 +1,10 @@
 """A Python whose programs start with torch, the SDK and this package already imported.
 
 Importing them takes four seconds of a core, and a test of the command line starts up to ten programs. A server process
-imports them once and forks for each program; a client stands for the program in its parent's view: it passes signals
-on, a killed client kills its program, and the client ends as the program ends. A test needs the ordinary Python if it
-looks at the process itself (its imports, memory or children) or sets variables that libraries read when imported.
+imports them once and forks for each program (`tinsmith.processes.fork_server`); a client stands for the program in its
+parent's view: it passes signals on, a killed client kills its program, and the client ends as the program ends. A test
+needs the ordinary Python if it looks at the process itself (its imports, memory or children) or sets variables that
+libraries read when imported.
 """
 
 from __future__ import annotations

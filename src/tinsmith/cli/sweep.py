@@ -1,7 +1,8 @@
 """The command `tinsmith sweep`: a run file with several values of some settings, all runs at once at one service.
 
-Messages go to standard error: with --json, standard output is the outcome. Each run is a process `python -m
-tinsmith.cli.sweep run …`, which is `tinsmith run` that ends with its parent.
+Messages go to standard error: with --json, standard output is the outcome. Each run is a process that does what
+`tinsmith run` does and ends with its parent: on Linux a fork of one that has imported what runs need, elsewhere
+`python -m tinsmith.cli.sweep run …`.
 """
 
 from __future__ import annotations
@@ -229,7 +230,6 @@ def _starter(
     servers: Sequence[str],
 ) -> Callable[[Member, RunRecord], Child]:
     """What starts the process of a run, after the service of the sweep, if it has its own."""
-    from tinsmith.processes.start import start_child
     from tinsmith.runner import api_key, server, starts_service
 
     if len({member.config.model.name for member in members}) > 1 and not servers and starts_service(base):
@@ -238,6 +238,7 @@ def _starter(
             "Start tinsmith serve with --model for each, and name it with --server.",
         )
     keys = {url: api_key(url, base.model.api_key_env) for url in servers}
+    start_process = _process_starter(stack)  # it imports while the service loads its model
     own = None if servers else stack.enter_context(server(base))
 
     def start(member: Member, record: RunRecord) -> Child:
@@ -247,9 +248,21 @@ def _starter(
         url, key = own or (record.server, keys[record.server])
         environment = {"TINKER_BASE_URL": url, base.model.api_key_env: key}
         with folder.log(member.name).open("ab") as log:
-            return start_child("tinsmith.cli.sweep", "run", *words, environment=environment, log=log.fileno())
+            return start_process("run", *words, environment=environment, log=log.fileno())
 
     return start
+
+
+def _process_starter(stack: ExitStack) -> Callable[..., Child]:
+    """What starts the process of a run from its words, environment and log."""
+    from tinsmith.processes.forks import ForkServer
+    from tinsmith.processes.start import start_child
+
+    if sys.platform != "linux":
+        return partial(start_child, "tinsmith.cli.sweep")
+    forks = ForkServer("tinsmith.cli.sweep:preload")
+    stack.callback(forks.close)
+    return partial(forks.start, "tinsmith.cli.sweep:main")
 
 
 def _write_best(folder: SweepFolder, base: RunConfig, best: Member) -> None:
@@ -285,6 +298,20 @@ def _exit(stop: StopSignal, base: RunConfig, statuses: Sequence[str], refused: b
             if refused
             else f"{again}.",
         )
+
+
+def preload() -> None:
+    """Import what a run needs, before its process is forked."""
+    import numpy
+    import tokenizers  # noqa: F401
+    import transformers  # noqa: F401
+
+    import tinsmith.cli.runner
+    import tinsmith.runner  # noqa: F401
+    from tinsmith.dialects import dialects
+
+    dialects()
+    os.register_at_fork(after_in_child=numpy.random.seed)  # as in a process that was not forked
 
 
 def main() -> None:
