@@ -102,6 +102,10 @@ CASES: dict[str, Case] = {
     "greedy": case(sampling={"temperature": 0}, steps=6, algorithm={"old_logprobs": "recomputed"}),
     "single_replies": case(group_size=2, replies=" ".join(["4", *map(str, range(100, 130))]), steps=20),
     "cut": case("it_is_4_I_think it_is_5_I_think", sampling={"max_tokens": 4}, steps=8),
+    "right_and_cut": case("4.I_think 4.Of_course", sampling={"max_tokens": 3}, steps=8),
+    "format_right_and_cut": case(
+        "it_is_4 it_is_5", sampling={"max_tokens": 3}, steps=8, rewards=[{"type": "format", "pattern": "it.*"}]
+    ),
     "cut_and_masked": case(
         "it_is_4_I_think it_is_5_I_think 4", sampling={"max_tokens": 6}, steps=10, algorithm={"mask_truncated": True}
     ),

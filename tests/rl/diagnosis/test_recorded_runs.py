@@ -29,6 +29,12 @@ SICK: dict[str, dict[str, str]] = {
     "cut": {
         "no_update": "100 % of the replies were cut off at sampling.max_tokens 4 (mean reward 0). Set sampling.max_tok"
     },
+    "right_and_cut": {
+        "no_update": "every reply was right, so there was nothing to compare, and 100 % of the replies were"
+    },
+    "format_right_and_cut": {
+        "no_update": "were cut off at sampling.max_tokens 3. Set sampling.max_tokens: 8. If whole"
+    },
     "cut_and_masked": {"cut_off": "34 % of the replies are cut off at sampling.max_tokens 6"},
     "filtered": {"no_update": "the filters dropped every group. Set filter_refills: 4"},
     "failing": {"failing_rollouts": "48 rollouts failed, 25 % of all, and 25 % of the answers of evaluations, which"},

@@ -132,6 +132,14 @@ class Evidence:
         """The name of the metric of the entropy: that of all sampled tokens, or else that of the trained ones."""
         return "policy/entropy" if self.curve("policy/entropy") else "optim/entropy"
 
+    def right_groups(self, row: Mapping[str, Any]) -> float:
+        """Share of the groups of a step whose replies are all right; where nothing says what is right, those are whose
+        rewards reach `eval.threshold`, as in an evaluation."""
+        if "groups/all_right" in row:
+            return finite(row["groups/all_right"])
+        reached = finite(row.get("reward/mean")) >= self.number("eval.threshold", 1.0)
+        return float(reached and finite(row.get("groups/constant")) >= 1)
+
     @property
     def reward(self) -> Ends | None:
         """The reward of the first and the last steps."""

@@ -22,6 +22,7 @@ class Reason(StrEnum):
     """Why a step made no update."""
 
     ALL_RIGHT = "all replies right"
+    RIGHT_AND_CUT_OFF = "all replies right, and cut off"
     ALL_WRONG = "all replies wrong"
     EQUAL_REPLIES = "equal replies"
     CUT_OFF = "replies cut off"
@@ -37,6 +38,7 @@ class Reason(StrEnum):
 _ALWAYS_EXPLAINED = ("few_signals", "equal_replies_in_groups")
 _EXPLAINED = {
     Reason.CUT_OFF: ("cut_off",),
+    Reason.RIGHT_AND_CUT_OFF: ("cut_off",),
     Reason.MAX_TURNS: ("max_turns",),
     Reason.FAILED: ("failing_rollouts", "failing_evaluations"),
     Reason.EQUAL_REPLIES: ("equal_replies_pay",),
@@ -86,18 +88,28 @@ def _reason(evidence: Evidence, row: Mapping[str, Any]) -> Reason:
     failed = finite(row.get("rollouts/failed"))
     if failed and failed >= _rollouts(evidence, row) / 2:
         return Reason.FAILED
-    cut, mask = finite(row.get("rollouts/cut")), bool(evidence.setting("algorithm.mask_truncated"))
-    if cut > (thresholds.SOLVED.value if mask else thresholds.CUT_AT_FIRST.value) and not row.get("groups/all_right"):
-        return Reason.CUT_OFF
-    if finite(row.get("rollouts/max_turns")) > thresholds.CUT_AT_FIRST.value and not row.get("groups/all_right"):
-        return Reason.MAX_TURNS
+    right = evidence.right_groups(row)
+    if (unfinished := _unfinished(evidence, row, right)) is not None:
+        return unfinished
     if finite(row.get("groups/constant")) < 1:
         return Reason.FILTERED if finite(row.get("filters/dropped")) >= 1 else Reason.OTHER
-    if finite(row.get("groups/all_right")) >= thresholds.SOLVED.value:
+    if right >= thresholds.SOLVED.value:
         return Reason.ALL_RIGHT
     if finite(row.get("groups/equal")) >= 1:
         return Reason.EQUAL_REPLIES
     return Reason.ALL_WRONG if finite(row.get("groups/all_wrong")) >= thresholds.SOLVED.value else Reason.CONSTANT
+
+
+def _unfinished(evidence: Evidence, row: Mapping[str, Any], right: float) -> Reason | None:
+    """The reason if most replies were cut off or out of turns; `right`: share of the groups that are all right."""
+    cut, mask = finite(row.get("rollouts/cut")), bool(evidence.setting("algorithm.mask_truncated"))
+    if cut > (thresholds.SOLVED.value if mask else thresholds.CUT_AT_FIRST.value):
+        if right >= thresholds.SOLVED.value:
+            return Reason.RIGHT_AND_CUT_OFF
+        if right <= 1 - cut or not right:  # those that are cut off may be all that are not right
+            return Reason.CUT_OFF
+    is_out = finite(row.get("rollouts/max_turns")) > thresholds.CUT_AT_FIRST.value and not right
+    return Reason.MAX_TURNS if is_out else None
 
 
 def _rollouts(evidence: Evidence, row: Mapping[str, Any]) -> float:
@@ -118,9 +130,10 @@ def findings(evidence: Evidence, signal: Signal) -> Iterator[Finding]:
         yield from _few_groups(evidence, signal)
         return
     reason, count = missing.most_common(1)[0]
-    if reason == Reason.ALL_RIGHT and trained and _was_solved(evidence):
+    all_right = reason in (Reason.ALL_RIGHT, Reason.RIGHT_AND_CUT_OFF)
+    if all_right and trained and _was_solved(evidence):
         return
-    if reason in (Reason.CONSTANT, Reason.EQUAL_REPLIES) and trained and evidence.is_settled:
+    if (all_right or reason in (Reason.CONSTANT, Reason.EQUAL_REPLIES)) and trained and evidence.is_settled:
         return
     others = "the others" if trained else "them"
     where = "it" if steps == 1 else "each of them" if count == steps else f"{count} of {others}"
@@ -179,16 +192,18 @@ def _explained(evidence: Evidence, reason: Reason) -> str:
     """The reason as the rest of a sentence, with its numbers."""
     reward = evidence.recent("reward/mean")
     mean = "" if reward is None else f" (mean reward {number(reward)})"
+    cut, limit = evidence.recent("rollouts/cut") or 0.0, evidence.number("sampling.max_tokens")
+    cut_off = f"{percent(cut)} of the replies were cut off at sampling.max_tokens {limit:.0f}"
+    all_right = "every reply was right, so there was nothing to compare"
     match reason:
-        case Reason.ALL_RIGHT:
-            return "every reply was right, so there was nothing to compare"
+        case Reason.ALL_RIGHT | Reason.RIGHT_AND_CUT_OFF:
+            return all_right if reason == Reason.ALL_RIGHT else f"{all_right}, and {cut_off}"
         case Reason.ALL_WRONG:
             return f"every reply was wrong{mean}, so there was nothing to compare"
         case Reason.EQUAL_REPLIES:
             return "the replies to a task were all the same text"
         case Reason.CUT_OFF:
-            cut, limit = evidence.recent("rollouts/cut") or 0.0, evidence.number("sampling.max_tokens")
-            return f"{percent(cut)} of the replies were cut off at sampling.max_tokens {limit:.0f}{mean}"
+            return f"{cut_off}{mean}"
         case Reason.MAX_TURNS:
             turns = evidence.recent_of(evidence.max_turns) or 0.0
             return f"{percent(turns)} of the rollouts ended at the largest number of turns{mean}"
@@ -214,9 +229,11 @@ def _change(evidence: Evidence, reason: Reason) -> Change:
     if compared and size == 1:
         return Change(setting="group_size", value=8, advice="A single reply has no other to be compared with.")
     match reason:
-        case Reason.CUT_OFF:
-            limit = evidence.number("sampling.max_tokens", 128)
-            return Change(setting="sampling.max_tokens", value=up(2 * limit))
+        case Reason.CUT_OFF | Reason.RIGHT_AND_CUT_OFF:
+            longer = up(2 * evidence.number("sampling.max_tokens", 128))
+            harder = "If whole replies are all right too, use harder tasks in tasks.train."
+            advice = harder if reason == Reason.RIGHT_AND_CUT_OFF else ""
+            return Change(setting="sampling.max_tokens", value=longer, advice=advice)
         case Reason.MAX_TURNS:
             return more_turns(evidence)
         case Reason.EQUAL_REPLIES:
