@@ -14,7 +14,9 @@ import httpx
 import pytest
 
 from tests.service.support.process import LIMIT_S, Child, child, eventually, free_port
+from tinsmith.errors import ConfigError
 from tinsmith.service.config import ServeConfig
+from tinsmith.service.server import serve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
@@ -99,7 +101,9 @@ def test_data_folder_and_port_are_exclusive(tmp_path: Path) -> None:
 import sys
 from tinsmith.errors import ConfigError
 from tinsmith.service.server import serve
+from tinsmith.errors import ConfigError
 from tinsmith.service.config import ServeConfig
+from tinsmith.service.server import serve
 for config in sys.argv[1:]:
     try:
         serve(ServeConfig.model_validate_json(config))
@@ -137,3 +141,10 @@ def test_generated_key_is_stable_and_private(tmp_path: Path) -> None:
     log = (tmp_path / "log").read_text()
     assert log.count(f'export TINKER_API_KEY="$(cat {key_file})"') == 1
     assert keys[0] not in log
+
+
+def test_adapter_is_refused_before_a_key_is_made(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds an adapter, not a model"):
+        serve(ServeConfig(models=(f"tuned={tmp_path}",), data=tmp_path / "data"))
+    assert not (tmp_path / "data").exists()

@@ -24,18 +24,25 @@ def converted_default() -> Path:
 
 
 def check_source(source: str) -> None:
-    """Raises ConfigError for the path of a folder or a GGUF file that does not exist, and for an adapter's folder."""
+    """Raises ConfigError for the path of a folder or a GGUF file that does not exist, and for a folder without a model,
+    such as an adapter's."""
     path = Path(source).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ConfigError(f"There is no GGUF file {path}.", "Check the path.")
     elif not path.is_dir() and (path.is_absolute() or source.startswith(".")):
         raise ConfigError(f"There is no folder {path}.", "Give a folder with config.json, a GGUF file or a hub id.")
-    elif (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+    elif not path.is_dir() or (path / "config.json").is_file():
+        return
+    elif (path / "adapter_config.json").is_file():
         raise ConfigError(
             f"{path} holds an adapter, not a model.",
             f"Merge it into its base model: tinsmith export {shlex.quote(str(path))} --format merged --to FOLDER; "
             "or import it into a server of its base model: tinsmith import --help",
+        )
+    else:
+        raise ConfigError(
+            f"{path} holds no model: it has no config.json.", "Give the folder of one, as transformers saves it."
         )
 
 

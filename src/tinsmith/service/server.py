@@ -19,6 +19,7 @@ from functools import partial
 from prometheus_client.core import Metric
 
 from tinsmith.chat.tokenizer import TokenizerCache
+from tinsmith.engine.config import check_source
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.http_common import listen
 from tinsmith.imports import require_torch
@@ -98,6 +99,9 @@ def serve(
     """
     if config.engine == "torch" and start is None:
         require_torch("The engine", "A client of another server needs none: model.base_url, or TINKER_BASE_URL.")
+        if config.cluster.address is None:  # else the files may be on other machines
+            for source in config.sources():
+                check_source(source)
     configure_logging(config.log_format, config.log_level)
     _raise_file_limit()
     os.umask(PRIVATE_UMASK)

@@ -54,9 +54,11 @@ def test_lines_of_a_pipe_are_answered(server, monkeypatch, capsys):
 
 @pytest.mark.e2e
 def test_unknown_weights_are_refused_before_a_message(server):
-    for name in ("tow", "tinker://run/weights/1"):
-        with pytest.raises(UserError):
-            chat(name, server=server)
+    with pytest.raises(ConfigError, match=f"{server.url} has no model tow; it serves toy") as refused:
+        chat("tow", server=server)
+    assert "tinsmith serve --model tow" in refused.value.hint
+    with pytest.raises(UserError):
+        chat("tinker://run/weights/1", server=server)
     with pytest.raises(ConfigError, match="No server responds"):
         chat("toy", server=SamplingServer(url="http://127.0.0.1:9", key="tml-x"))
 
@@ -88,19 +90,21 @@ def test_smollm2_in_a_terminal(smollm2: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(("prompt", "end"), [("<|assistant|><think>\n", "</think>"), ("<|assistant|>", "")])
-def test_thinking_opened_by_the_template_is_dim(monkeypatch, prompt, end):
+def test_thinking_is_that_of_the_template_of_the_run(monkeypatch, prompt, end):
     codec = SimpleNamespace(prompt=lambda messages: [1], decode=lambda tokens: prompt)
 
-    async def open_chat(*_: str) -> tuple[str, SimpleNamespace]:
+    async def open_chat(*_: str, **settings: str) -> tuple[str, SimpleNamespace]:
         return "toy", codec
 
-    async def without_tokenizer(*_: str) -> tuple[str, SimpleNamespace]:
-        raise UserError("There is no tokenizer.")
-
-    weights, console = ServedWeights(url="http://127.0.0.1:9", key="tml-x", base="toy"), Console()
+    monkeypatch.setattr("tinsmith.cli.chat.command.open_chat", open_chat)
+    own = {"model": {"chat_template": "own"}}
+    weights = ServedWeights(url="http://127.0.0.1:9", key="tml-x", base="toy", settings=own)
     with httpx.Client() as client:
-        monkeypatch.setattr("tinsmith.cli.chat.command.open_chat", open_chat)
-        assert _session(weights, client, console, in_terminal=True).opened_thinking == end
-        assert _session(weights, client, console, in_terminal=False).opened_thinking == ""
-        monkeypatch.setattr("tinsmith.cli.chat.command.open_chat", without_tokenizer)
-        assert _session(weights, client, console, in_terminal=True).opened_thinking == ""
+        assert _session(weights, client, Console(), in_terminal=True).opened_thinking == end
+
+
+def test_template_of_the_server_needs_no_tokenizer(monkeypatch):
+    monkeypatch.setattr("tinsmith.cli.chat.command.open_chat", None)  # its call would fail
+    weights = ServedWeights(url="http://127.0.0.1:9", key="tml-x", base="toy")
+    with httpx.Client() as client:
+        assert _session(weights, client, Console(), in_terminal=True).opened_thinking == ""

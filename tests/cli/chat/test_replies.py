@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tinsmith.chat.tool_calls.formats import opened_thinking
 from tinsmith.cli.chat.replies import ReplySettings, ReplyStream
-from tinsmith.cli.chat.thinking import ThinkingSplitter, opened_thinking
+from tinsmith.cli.chat.thinking import ThinkingSplitter
 from tinsmith.errors import ConfigError, EngineError, TinsmithError, UserError
 
 ASK = [{"role": "user", "content": "39 + 13? \ud800"}]
@@ -79,6 +80,28 @@ def test_faults_are_errors_in_the_words_of_the_server(answer: Any, error: type[T
     replies, _ = stream(answer)
     with pytest.raises(error, match=text):
         list(replies.reply(ASK))
+
+
+def test_error_for_a_model_names_those_that_are_served() -> None:
+    def respond(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/models"):
+            return httpx.Response(200, json={"data": [{"id": "toy"}, {"id": "other"}]})
+        return httpx.Response(404, json={"error": {"message": "There is no model /abs/merged"}})
+
+    client = httpx.Client(transport=httpx.MockTransport(respond), base_url="http://server/")
+    with pytest.raises(
+        ConfigError, match="server at http://server has no model /abs/merged; it serves toy, other"
+    ) as no:
+        ReplyStream(client, "/abs/merged", ReplySettings()).check("Serve it.")
+    assert no.value.hint == "Serve it."
+
+
+def test_piece_says_in_what_thinking_the_reply_begins() -> None:
+    replies, _ = stream(events({**chunk(""), "opened_thinking": "</think>"}, chunk("hm</think>52", "stop")))
+    assert [(each.opened_thinking, each.text) for each in replies.reply(ASK)] == [
+        ("</think>", ""),
+        ("", "hm</think>52"),
+    ]
 
 
 def test_missing_weights_are_noticed_at_once() -> None:

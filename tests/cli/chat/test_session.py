@@ -53,6 +53,18 @@ def test_conversation_goes_along_and_commands_change_it() -> None:
     assert "system prompt: Be long." in printed.getvalue()
 
 
+def test_thinking_that_the_server_names_is_dim() -> None:
+    class Thinking(EchoReplies):
+        def reply(self, messages: Messages) -> Generator[ReplyPiece]:
+            yield ReplyPiece("", "", "</think>")
+            yield ReplyPiece("39 + 13</think>52", "stop")
+
+    notes = io.StringIO()
+    console = Console(file=notes, force_terminal=True, color_system="standard", highlight=False)
+    ChatSession(Thinking(), Conversation(), console, in_terminal=True).run(["?"])
+    assert notes.getvalue() == "\x1b[2m39 + 13\x1b[0m52\n"
+
+
 @pytest.mark.parametrize("command", ["/undo", "/retry", "/nothing", "/"])
 def test_commands_without_effect_are_refused(command: str) -> None:
     chat, printed = session(EchoReplies())

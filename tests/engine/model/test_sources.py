@@ -38,9 +38,13 @@ def half(file: Path) -> None:
 def test_incomplete_model_files_are_reported(model: Path, file: str, damage: object) -> None:
     assert callable(damage)
     damage(model / file)
-    with pytest.raises(ConfigError, match=r"(?s)model. cannot be loaded: .*complete files") as error:
+    with pytest.raises(ConfigError) as error:
         loading.load(EngineConfig(source=str(model), device="cpu"))
-    assert error.value.message.startswith(f"'{model}'")
+    if not (model / "config.json").exists():
+        assert error.value.message == f"{model} holds no model: it has no config.json."
+    else:
+        assert error.value.message.startswith(f"'{model}' cannot be loaded: ")
+        assert "complete files" in error.value.hint
 
 
 def test_invalid_gguf_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +113,11 @@ def test_adapter_in_place_of_a_model_says_how_to_merge_it(tmp_path: Path) -> Non
     assert f"tinsmith export {tmp_path} --format merged" in str(refused.value)
     (tmp_path / "config.json").write_text("{}")
     assert sources.locate(str(tmp_path)).folder == str(tmp_path.resolve())
+
+
+def test_folder_without_a_model_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no model: it has no config\.json"):
+        sources.locate(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ CARD = ModelCard(
 
 
 def render(tokenizer: Tokenizer, *messages: dict[str, Any], **more: Any) -> str:
-    ids, _, _ = render_prompt(ChatBody(model="toy", messages=list(messages), **more), tokenizer, CARD)
+    ids, *_ = render_prompt(ChatBody(model="toy", messages=list(messages), **more), tokenizer, CARD)
     return tokenizer.decode(ids)
 
 
@@ -49,6 +49,13 @@ def test_tool_calls_get_object_arguments_and_results_get_names(tokenizer: Tokeni
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 39}'}}
     history = ({"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "52"})
     assert render(tokenizer, *history) == "[assistant|||add:39][tool|add|52|]>"
+
+
+@pytest.mark.parametrize(("opening", "end"), [("><think>\n", "</think>"), (">[THINK]", "[/THINK]"), (">", "")])
+def test_thinking_that_the_template_opens_is_named(tokenizer: Tokenizer, opening: str, end: str):
+    tokenizer.tokenizer.chat_template = f"{{{{ messages[0].content }}}}{opening}"
+    body = ChatBody(model="toy", messages=[{"role": "user", "content": "hi"}])
+    assert render_prompt(body, tokenizer, CARD)[-1] == end
 
 
 def test_continue_final_message_continues_the_reply(tokenizer: Tokenizer):

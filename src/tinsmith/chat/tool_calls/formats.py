@@ -70,6 +70,12 @@ class ToolCallFormat:
         return self
 
 
+def opened_thinking(prompt: str) -> str:
+    """The mark that ends the thinking in which a prompt leaves the reply; empty if there is none."""
+    text = prompt.rstrip()
+    return next((end for begin, end in THINKING if text.endswith(begin)), "")
+
+
 def tool_call_format(
     template: str, name: str, alternative: str = "serve a model trained to use them"
 ) -> ToolCallFormat:

@@ -9,7 +9,7 @@ import asyncio
 import io
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +17,7 @@ from cyclopts import Parameter
 
 from tinsmith.cli.service.folder import temporary_folder
 from tinsmith.cli.service.weights import CheckpointChoice, SamplingServer, open_chat
-from tinsmith.errors import ConfigError, UserError
+from tinsmith.errors import ConfigError
 from tinsmith.terminal import new_console
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def chat(
     from tinsmith.cli.chat import of_run
     from tinsmith.cli.chat.replies import server_client
     from tinsmith.cli.chat.session import piped_lines, typed_lines
-    from tinsmith.cli.service.weights import open_weights, settings_among
+    from tinsmith.cli.service.weights import missing_model, open_weights, settings_among
 
     target, overrides = settings_among(words, "chat")
     if not target:
@@ -83,7 +83,7 @@ def chat(
         weights = open_weights(stack, target[0], overrides, folder, console, server=server, choice=choice)
         client = stack.enter_context(server_client(weights.url, weights.key))
         session = _session(weights, client, console, in_terminal=in_terminal)
-        session.replies.check()
+        session.replies.check(missing_model(weights.name))
         settings = session.replies.settings
         session.replies.settings = replace(
             settings,
@@ -109,9 +109,6 @@ def _session(weights: ServedWeights, client: httpx.Client, console: Console, *, 
     if of_run.has_own_template(weights):
         encode, opened = _template(weights)
         settings = replace(settings, template_values={})  # the template has them
-    elif in_terminal:
-        with suppress(UserError):  # the server's own is not needed to talk to it
-            _, opened = _template(weights)
     return ChatSession(
         ReplyStream(client, weights.name, settings, encode),
         Conversation(of_run.system_prompt(weights)),
@@ -122,10 +119,10 @@ def _session(weights: ServedWeights, client: httpx.Client, console: Console, *, 
 
 
 def _template(weights: ServedWeights) -> tuple[Callable[[Messages], Sequence[int]], str]:
-    """What renders a conversation with the chat template of the run, or of the server if the run has none, and the mark
-    that ends the thinking in which it leaves a reply. Raises UserError for a template that the server does not have."""
+    """What renders a conversation with the chat template of the run, and the mark that ends the thinking in which it
+    leaves a reply. Raises UserError for a tokenizer or a template that cannot be loaded."""
+    from tinsmith.chat.tool_calls.formats import opened_thinking
     from tinsmith.cli.chat import of_run
-    from tinsmith.cli.chat.thinking import opened_thinking
 
     settings = of_run.template_settings(weights)
     codec = asyncio.run(open_chat(weights.base, weights.path, weights.url, weights.key, **settings))[1]

@@ -56,6 +56,8 @@ class ReplyPiece:
     text: str
     ended: str = ""
     """`stop`, or `length` for the limit of tokens; empty: the reply goes on."""
+    opened_thinking: str = ""
+    """Of the first piece: the mark that ends the thinking in which the prompt leaves the reply."""
 
 
 class ReplyStream:
@@ -95,18 +97,35 @@ class ReplyStream:
         except httpx.HTTPError as error:
             raise self._lost(error) from error
 
-    def check(self) -> None:
-        """Raise UserError if no server responds, or if it does not have the weights."""
+    def check(self, missing: str = "") -> None:
+        """Raise UserError if no server responds, or if it does not have the weights.
+
+        `missing`: what to do about a model that it does not serve.
+        """
         try:
             response = self._client.get(f"{ROUTE}/models/{quote(self._model, safe='')}")
+            served = self._served() if response.status_code == httpx.codes.NOT_FOUND else []
         except httpx.HTTPError as error:
             raise self._lost(error) from error
+        if served and not self._model.startswith("tinker://"):
+            raise ConfigError(
+                f"The server at {self._url} has no model {self._model}; it serves {', '.join(served)}.", missing
+            )
         if response.is_error:
             raise _refused(response)
 
+    def _served(self) -> list[str]:
+        """Names of the models that the server lists; none if it has no such list."""
+        response = self._client.get(f"{ROUTE}/models")
+        return [each["id"] for each in response.json()["data"]] if response.is_success else []
+
+    @property
+    def _url(self) -> str:
+        return str(self._client.base_url).rstrip("/")
+
     def _lost(self, error: httpx.HTTPError) -> TinsmithError:
         """The error for a server that does not respond, or not to the end."""
-        url = str(self._client.base_url).rstrip("/")
+        url = self._url
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return ConfigError(f"No server responds at {url}: {error}.", "Start one: tinsmith serve")
         return EngineError(
@@ -135,8 +154,9 @@ def _pieces(lines: Iterator[str]) -> Iterator[ReplyPiece]:
         for choice in event.get("choices", ()):
             text = choice["delta"].get("content") if "delta" in choice else choice.get("text")
             ended = choice.get("finish_reason") or ""
-            if text or ended:
-                yield ReplyPiece(text or "", ended)
+            opened = event.get("opened_thinking", "")
+            if text or ended or opened:
+                yield ReplyPiece(text or "", ended, opened)
     raise EngineError("The server ended the reply before it was complete.", "Its log says more.")
 
 

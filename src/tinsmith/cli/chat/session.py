@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tinsmith.chat.strict_json import encodable
 from tinsmith.cli.chat.conversation import Conversation
-from tinsmith.cli.chat.replies import ReplyStream
+from tinsmith.cli.chat.replies import ReplyPiece, ReplyStream
 from tinsmith.cli.chat.thinking import ThinkingSplitter
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.plurals import counted
@@ -37,7 +37,8 @@ class ChatSession:
     """Where notes are printed; in a terminal, replies too."""
     in_terminal: bool
     opened_thinking: str = ""
-    """The mark that ends the thinking in which each reply begins; empty if it begins outside."""
+    """The mark that ends the thinking in which each reply begins, unless the server says it; empty if it begins
+    outside."""
 
     def run(self, lines: Iterable[str]) -> None:
         """Answer the lines until they end, or /quit."""
@@ -99,7 +100,7 @@ class ChatSession:
         try:
             with closing(self.replies.reply(self.conversation.with_message(message))) as stream:
                 for piece in stream:
-                    shown.add(piece.text)
+                    shown.add(piece)
                     pieces.append(piece.text)
                     ended = piece.ended or ended
         except KeyboardInterrupt:
@@ -128,8 +129,10 @@ class _Printer:
         self._console, self._splitter = console, ThinkingSplitter(opened_thinking)
         self._has_begun = False
 
-    def add(self, text: str) -> None:
+    def add(self, piece: ReplyPiece) -> None:
+        text = piece.text
         self._has_begun |= bool(text)
+        self._splitter.end = piece.opened_thinking or self._splitter.end
         if self._console is None:
             sys.stdout.write(encodable(text))
             sys.stdout.flush()

@@ -61,9 +61,3 @@ def _held(text: str, marks: tuple[str, ...]) -> int:
     """Length of the longest end of the text that begins one of the marks."""
     longest = min(len(text), max(map(len, marks)) - 1)
     return next((n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0)
-
-
-def opened_thinking(prompt: str) -> str:
-    """The mark that ends the thinking in which a prompt leaves the reply; empty if there is none."""
-    text = prompt.rstrip()
-    return next((end for begin, end in THINKING if text.endswith(begin)), "")

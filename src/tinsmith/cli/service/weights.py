@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -106,7 +107,7 @@ def settings_among(
     overrides = [word for word in words if "=" in word and not word.startswith("tinker://")]
     if unknown := [word for word in overrides if word.partition(".")[0] not in sections]:
         raise ConfigError(
-            f"'{unknown[0]}': tinsmith {command} takes settings of {' and '.join(sections)} only.",
+            f"'{unknown[0]}': tinsmith {command} takes settings of {', '.join(sections[:-1])} and {sections[-1]} only.",
             "Its --help lists the options.",
         )
     return [word for word in words if word not in overrides], overrides
@@ -163,7 +164,8 @@ def _checkpoint_of(target: str, choice: CheckpointChoice) -> RunCheckpoint | Non
             option = "--stage" if choice.stage else "--checkpoint"
             raise ConfigError(f"{option} selects one of a run, and {target} is none.", "Leave it out.")
         return None
-    check_source(target)
+    if (folder / "adapter_config.json").is_file():
+        check_source(target)
     try:
         run = RunHistory.open(folder)
     except ConfigError as error:
@@ -248,6 +250,15 @@ def open_server(
         return stack.enter_context(runner.own_server(config) if has_own else runner.server(config))
 
 
+def missing_model(name: str) -> str:
+    """What to do about a base model that a server does not serve."""
+    model = "the model in that folder" if Path(name).is_dir() else "it"
+    return (
+        f"Serve {model}: tinsmith serve --model {shlex.quote(name)}. Without --url and TINKER_BASE_URL, this command "
+        "starts a service with it."
+    )
+
+
 async def open_chat(base: str, path: str, url: str, key: str, **settings: Any) -> tuple[str, Chat]:
     """The name of the base model of weights at a server, and its tokenizer and chat template, with these settings of a
     run's model. Raises UserError if the server does not have them."""
@@ -255,7 +266,7 @@ async def open_chat(base: str, path: str, url: str, key: str, **settings: Any) -
     from tinsmith.rl.policy.tinker_models import TinkerModels, base_model_of
 
     name = await base_model_of(path, url, key) if base.startswith("tinker://") else base
-    models = await TinkerModels.connect(ModelConfig(name=name, **settings), url, key)
+    models = await TinkerModels.connect(ModelConfig(name=name, **settings), url, key, not_found=missing_model(name))
     try:
         return name, models.chat
     finally:

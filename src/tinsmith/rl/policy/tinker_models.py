@@ -166,11 +166,12 @@ class TinkerModels(Models):
 
     @classmethod
     async def connect(
-        cls, config: ModelConfig, base_url: str, api_key: str, watch: ServerWatch | None = None
+        cls, config: ModelConfig, base_url: str, api_key: str, watch: ServerWatch | None = None, *, not_found: str = ""
     ) -> TinkerModels:
         """Open a session, whose requests wait for the server as long as `watch` says.
 
-        Raises ConfigError if no server responds, UserError if it rejects the model or the key.
+        `not_found` is the hint of a model that the server does not have. Raises ConfigError if no server responds,
+        UserError if it rejects the model or the key.
         """
         # The SDK reports the tokenizer of an aliased model only for training clients.
         models, _ = await cls.connect_training(
@@ -179,6 +180,7 @@ class TinkerModels(Models):
             watch or ServerWatch(),
             lambda service: service.create_lora_training_client(config.name, rank=1),
             action=f"opening the model {config.name}",
+            not_found=not_found,
         )
         return models
 

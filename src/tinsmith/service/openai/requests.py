@@ -14,7 +14,7 @@ from tinsmith.chat.choice_decoder import ChoiceDecoder, StopStrings
 from tinsmith.chat.rendering import content_text
 from tinsmith.chat.request import PromptTooLong
 from tinsmith.chat.tokenizer import Tokenizer
-from tinsmith.chat.tool_calls.formats import ToolCallFormat, marker_texts, tool_call_format
+from tinsmith.chat.tool_calls.formats import ToolCallFormat, marker_texts, opened_thinking, tool_call_format
 from tinsmith.chat.tool_calls.parser import ToolCallParser
 from tinsmith.engine.base import InputImage, ModelCard, SampleRequest
 from tinsmith.engine.sample_validation import MAX_SAMPLES, check_sample
@@ -143,6 +143,8 @@ class PreparedRequest:
     """Each prompt, where `echo` returns them."""
     call_format: ToolCallFormat | None = None
     tools: Sequence[Mapping[str, Any]] = ()
+    opened_thinking: str = ""
+    """The mark that ends the thinking in which the chat template leaves the reply; empty if there is none."""
 
     @property
     def calls(self) -> SampleCalls:
@@ -182,7 +184,9 @@ async def prepare_chat(service: Service, owner: str, body: ChatBody, size: int) 
         raise BadRequest("top_logprobs requires logprobs.", "Set logprobs to true.", field="logprobs")
     model, card, tokenizer = await _open_model(service, owner, body)
     with naming("messages"):
-        ids, images, call_format = await service.decoders.run_in_thread(size, render_prompt, body, tokenizer, card)
+        ids, images, call_format, thinking = await service.decoders.run_in_thread(
+            size, render_prompt, body, tokenizer, card
+        )
     sample = build_sample_request(
         body,
         card,
@@ -205,6 +209,7 @@ async def prepare_chat(service: Service, owner: str, body: ChatBody, size: int) 
         top_logprobs=body.top_logprobs if body.logprobs else None,
         call_format=call_format,
         tools=body.template_tools(),
+        opened_thinking=thinking,
     )
 
 
@@ -248,8 +253,9 @@ async def _open_model(service: Service, owner: str, body: OutputOptions) -> tupl
 
 def render_prompt(
     body: ChatBody, tokenizer: Tokenizer, card: ModelCard
-) -> tuple[list[int], tuple[InputImage, ...], ToolCallFormat | None]:
-    """(token ids of the prompt, its images, format of the tool calls to parse). Run it in a thread."""
+) -> tuple[list[int], tuple[InputImage, ...], ToolCallFormat | None, str]:
+    """(token ids of the prompt, its images, format of the tool calls to parse, mark that ends the thinking in which the
+    prompt leaves the reply). Run it in a thread."""
     tools = body.template_tools()
     template = tokenizer.template(tools)
     call_format = tool_call_format(template, tokenizer.name) if tools else None
@@ -279,7 +285,8 @@ def render_prompt(
             )
         ids, images = place_images(ids, urls, card.images)
     continued = messages[-1]["content"] if body.continue_final_message else ""
-    return ids, images, call_format.after(text, content_text(continued)) if call_format else None
+    form = call_format.after(text, content_text(continued)) if call_format else None
+    return ids, images, form, opened_thinking(text)
 
 
 def _encode(

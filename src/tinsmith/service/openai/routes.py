@@ -100,7 +100,11 @@ async def chat_completions(call: Call[ChatBody]) -> Response:
     """Replies to a conversation, rendered by the model's own chat template."""
     http, service = call.http, call.service
     prepared = await prepare_chat(service, call.tenant, call.body, len(call.content))
-    extra_fields = {"prompt_token_ids": prepared.requests[0].prompt.tolist()} if prepared.body.return_token_ids else {}
+    fields = {
+        "prompt_token_ids": prepared.requests[0].prompt.tolist() if prepared.body.return_token_ids else None,
+        "opened_thinking": prepared.opened_thinking or None,
+    }
+    extra_fields = {name: value for name, value in fields.items() if value is not None}
     if prepared.body.stream:
         opening = _chat_opening(prepared)
         return await _stream(http, prepared, service, "chat.completion.chunk", chat_delta, opening, extra_fields)
