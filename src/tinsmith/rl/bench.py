@@ -119,9 +119,12 @@ def checkpoint_names(config: RunConfig, path: Path) -> list[str]:
 
 
 @asynccontextmanager
-async def open_evaluator(config: RunConfig, models: Models) -> AsyncIterator[Evaluator]:
-    """What evaluates models of a server on the held-out tasks of a configuration; `models` is closed at the end."""
-    data, resources = RunData(config), RolloutResources()
+async def open_evaluator(config: RunConfig, models: Models, data: RunData | None = None) -> AsyncIterator[Evaluator]:
+    """What evaluates models of a server on the held-out tasks of a configuration; `models` is closed at the end.
+
+    `data`: that of the configuration, if it is read already.
+    """
+    data, resources = data or RunData(config), RolloutResources()
     runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
     await check_images(data, models)
     models.on_outage(runner.requests.suspend)

@@ -14,17 +14,19 @@ from tinsmith.cli.service.weights import find_weights
 from tinsmith.errors import ConfigError
 from tinsmith.rl.evaluation.endpoint import Sampling
 
+RUN_FILE = str(Path(__file__).parents[3] / "examples" / "addition.yaml")
+
 
 @pytest.mark.parametrize(
     ("words", "options", "error"),
     [
         ((), {}, "needs what to evaluate"),
         (("tiny",), {}, "needs what to evaluate, and a benchmark"),
-        (("tiny", "gsm8k", "steps=2"), {}, "settings of model and service and tasks only"),
+        (("tiny", "gsm8k", "steps=2"), {}, "settings of model, service, tasks and environments only"),
         (("tiny", "gsm8k"), {"samples": 2}, "greedy answers are identical"),
         (("tiny", "gsm8k"), {"limit": 0}, "--limit is 0"),
         (("tiny", "gsm8k"), {"include": Path("absent")}, "no folder absent"),
-        (("tinker://run/sampler_weights/final", "verifiers:gsm8k"), {}, "no server is named that has it"),
+        (("tinker://run/sampler_weights/final", RUN_FILE), {}, "no server is named that has it"),
     ],
 )
 def test_evaluation_refuses_what_it_cannot_do(monkeypatch, words, options, error):

@@ -17,6 +17,7 @@ from tinsmith.rl.rewards.numbers import Number
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 from tinsmith.runner import train
 
+PACKAGES = Path(__file__).parents[2] / "integrations" / "verifiers" / "packages"
 RUN_FILE = """
 model: {name: tiny}
 tasks: {train: {type: addition}, held_out: 3}
@@ -89,6 +90,9 @@ def test_environment_by_name_is_evaluated_alone(folder):
     (environment,) = config.environments
     assert (environment.type, environment.id, environment.weight, environment.held_out) == ("verifiers", "gsm8k", 0, 7)
     assert config.mode == "bench"
+    words = ("environments.args.split=test", "environments.name=mine", "tasks.answer=a")
+    (environment,) = own_config("verifiers:gsm8k", target, Sampling(), (), words).environments
+    assert (environment.title, environment.model_dump()["args"]) == ("mine", {"split": "test"})
 
 
 @pytest.mark.parametrize(
@@ -97,6 +101,8 @@ def test_environment_by_name_is_evaluated_alone(folder):
         (("tiny", "rows.jsonl"), {}, "nothing says what its answers are worth"),
         (("tiny", "gsm8k"), {"reward": ("number",)}, "--reward is used by files of rows only"),
         (("tiny", "gsm8k", "tasks.answer=a"), {}, "'tasks.answer=a' is used by files of rows only"),
+        (("tiny", "rows.jsonl", "environments.args.x=1"), {"reward": ("number",)}, "used by environments only"),
+        (("tiny", "absent.jsonl"), {"reward": ("number",)}, "absent.jsonl"),
         (("tiny", "rows.jsonl"), {"sampling": Sampling(chat=True)}, "--chat is used by benchmarks"),
         (("tiny", "rows.jsonl"), {"reward": ("numbr",)}, "numbr"),
         (("tiny", "absent.yaml"), {}, "no file absent.yaml"),
@@ -107,6 +113,22 @@ def test_environment_by_name_is_evaluated_alone(folder):
 def test_own_tasks_refuse_what_they_cannot_use(folder, words, options, error):
     with pytest.raises(ConfigError, match=error):
         evaluate(*words, "service.engine=fake", **options)
+
+
+@pytest.mark.e2e
+def test_environment_of_verifiers_is_evaluated(folder, monkeypatch, capsys):
+    pytest.importorskip("verifiers.v1")
+    monkeypatch.syspath_prepend(PACKAGES)
+    train("small.yaml", "folder=run")
+    capsys.readouterr()
+    sampling = Sampling(samples=3, temperature=1.0, max_tokens=2, limit=2)
+    evaluate("run", "verifiers:duel", "environments.args.split=test", sampling=sampling, as_json=True)
+    rows = json.loads(capsys.readouterr().out)
+    assert {(row["benchmark"], row["measure"], row["problems"]) for row in rows} == {("duel reward", "avg@3", 2)}
+    assert [row["against_first"] is None for row in rows] == [True, False]
+    for name, error in (("no_such_taskset", "cannot load no_such_taskset"), ("./no_such.py", "no folder no_such.py")):
+        with pytest.raises(ConfigError, match=error):
+            evaluate("run", f"verifiers:{name}")
 
 
 def stage(folder: Path, name: str, step: int) -> None:

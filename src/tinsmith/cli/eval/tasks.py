@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,10 @@ if TYPE_CHECKING:
     from tinsmith.rl.evaluation.endpoint import Endpoint, Sampling
     from tinsmith.rl.evaluation.scores import Scores
     from tinsmith.rl.rewards import Reward
+    from tinsmith.rl.run.parts import RunData
 
+SECTIONS = ("tasks", "environments")
+"""Sections of a run file of which the command line may set keys: of files of rows, and of environments by name."""
 _ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 _RUN_FILES = (".yaml", ".yml", ".toml")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -33,6 +37,11 @@ def is_own(name: str) -> bool:
 def is_rows(name: str) -> bool:
     """Whether a name is that of a file of rows."""
     return _kind(name) == "rows"
+
+
+def is_environment(name: str) -> bool:
+    """Whether a name is that of an environment of an installed package."""
+    return not _kind(name) and _environment(name) is not None
 
 
 def title(name: str) -> str:
@@ -57,6 +66,33 @@ def _environment(name: str) -> tuple[str, str] | None:
     return (kind, of) if colon and of and kind in BY_ID else None
 
 
+@dataclass(frozen=True, slots=True)
+class OwnTasks:
+    """Tasks of one's own, which are read before a server is needed.
+
+    Example: OwnTasks(title="gsm8k", config=config, data=RunData(config))
+    """
+
+    title: str
+    config: RunConfig
+    data: RunData
+
+
+def read_tasks(
+    name: str, target: NamedWeights, sampling: Sampling, rewards: Sequence[str], overrides: Sequence[str]
+) -> OwnTasks:
+    """The tasks that a name stands for, to evaluate a target on them; `overrides` are settings of SECTIONS.
+
+    Raises ConfigError if they cannot be read: a file, a package or an environment that is not there, a wrong option.
+    """
+    from tinsmith.rl.run.parts import RunData
+
+    config = own_config(name, target, sampling, rewards, overrides)
+    data = RunData(config)
+    _ = data.tasks
+    return OwnTasks(title(name), config, data)
+
+
 def own_config(
     name: str, target: NamedWeights, sampling: Sampling, rewards: Sequence[str], overrides: Sequence[str]
 ) -> RunConfig:
@@ -70,17 +106,23 @@ def own_config(
     environment = _environment(name)
     if environment:
         values = _of_environment(*environment, sampling)
+        overrides = [f"environments.0.{key}" for section, key in _keys(overrides) if section == "environments"]
     else:
         values = _of_rows(name, target, rewards)
-        overrides = list(map(_of_source, overrides))
+        overrides = [_of_source(key) for section, key in _keys(overrides) if section == "tasks"]
     values = {**values, **target.values, "mode": "bench", "name": "eval"}
     values["eval"] = {**values.get("eval", {}), **_changes(sampling)}
     return build(RunConfig, apply_overrides(values, overrides, RunConfig), name)
 
 
+def _keys(overrides: Sequence[str]) -> list[tuple[str, str]]:
+    """Section, and key with value, of words such as tasks.prompt={q}."""
+    return [(word.partition(".")[0], word.partition(".")[2]) for word in overrides]
+
+
 def _of_source(word: str) -> str:
-    """The setting of the source of a file of rows that a word such as tasks.prompt={q} means: a template is a text."""
-    key, _, value = word.removeprefix("tasks.").partition("=")
+    """The setting of the source of a file of rows that a word such as prompt={q} means: a template is a text."""
+    key, _, value = word.partition("=")
     return f"tasks.eval.{key}={json.dumps(value) if value.startswith('{') else value}"
 
 
@@ -137,12 +179,13 @@ def _of_run_file(file: Path, target: NamedWeights, sampling: Sampling) -> RunCon
     return stages[-1].model_copy(update=update)
 
 
-async def own_scores(title: str, config: RunConfig, names: Sequence[str], endpoint: Endpoint) -> dict[str, Scores]:
+async def own_scores(tasks: OwnTasks, names: Sequence[str], endpoint: Endpoint) -> dict[str, Scores]:
     """The scores of models of a server, by their names; `endpoint` is that of their base model."""
     from tinsmith.rl.bench import open_evaluator
     from tinsmith.rl.evaluation.held_out import scores_of
     from tinsmith.rl.policy.tinker_models import TinkerModels
 
+    config = tasks.config
     environments = config.evaluated
 
     def rewards(source: str) -> Sequence[Reward]:
@@ -151,10 +194,10 @@ async def own_scores(title: str, config: RunConfig, names: Sequence[str], endpoi
     model = config.model.model_copy(update={"name": endpoint.model})
     models = await TinkerModels.connect(model, endpoint.url, endpoint.key)
     made: dict[str, Scores] = {}
-    async with open_evaluator(config, models) as evaluator:
+    async with open_evaluator(config, models, tasks.data) as evaluator:
         for name in names:
             done = await evaluator.run(0, await models.open_model(name))
-            made[name] = scores_of(title, done.groups, evaluator.sources, config.eval.threshold, rewards)
+            made[name] = scores_of(tasks.title, done.groups, evaluator.sources, config.eval.threshold, rewards)
     return made
 
 

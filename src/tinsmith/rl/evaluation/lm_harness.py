@@ -32,7 +32,8 @@ def _run(name: str, endpoint: Endpoint, sampling: Sampling) -> Scores:
     if name not in tasks.all_tasks:
         raise ConfigError(
             f"lm-evaluation-harness has no benchmark {name}. {did_you_mean(name, tasks.all_tasks)}".rstrip(),
-            "A task of Inspect is named PACKAGE/TASK or FILE.py@TASK; a task of your own is found with --include.",
+            "A task of Inspect is named PACKAGE/TASK or FILE.py@TASK, an environment TYPE:NAME; a task of your own is "
+            "found with --include.",
         )
     options: dict[str, Any] = {"max_gen_toks": sampling.max_tokens} if sampling.max_tokens is not None else {}
     if sampling.temperature is not None:
