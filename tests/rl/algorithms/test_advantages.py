@@ -27,6 +27,7 @@ from tinsmith.rl.algorithms.advantages.per_token import (
     GaeAdvantage,
     JsdAdvantage,
     OnPolicyDistillAdvantage,
+    PrimeAdvantage,
     ReinforcePlusPlusAdvantage,
 )
 from tinsmith.rl.types import Trajectory, Turn
@@ -289,6 +290,22 @@ def test_distillation_advantages_compare_with_the_teacher(pairs, b):
     ((high,),) = JsdAdvantage(beta=1).compute([[reply]], random())
     assert low.tolist() == pytest.approx((teacher - student).tolist())
     assert high.tolist() == pytest.approx((student - teacher).tolist())
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.floats(-2, 2)), min_size=1, max_size=5), st.floats(0, 1))
+def test_prime_equals_the_formula_of_the_paper(replies, gamma):
+    """A_t = sum of gamma^(s-t) (r_s - mean over the others of their mean r) + R - mean over the others of R."""
+    scores = np.random.default_rng(len(replies))
+    columns = [{"process": scores.normal(size=n), "process_reference": scores.normal(size=n)} for n, _ in replies]
+    traces = [trace(R, n, columns=of) for (n, R), of in zip(replies, columns, strict=True)]
+    (advantages,) = PrimeAdvantage(model="tinker://dpo", beta=0.3, gamma=gamma).compute([traces], random())
+    r = [0.3 * (of["process"] - of["process_reference"]) for of in columns]
+    for i, (n, R) in enumerate(replies):
+        others = [j for j in range(len(replies)) if j != i]
+        b = sum(r[j].mean() if len(r[j]) else 0.0 for j in others) / max(1, len(others))
+        B = sum(replies[j][1] for j in others) / max(1, len(others))
+        expected = [sum(gamma ** (s - t) * (r[i][s] - b) for s in range(t, n)) + R - B for t in range(n)]
+        assert advantages[i].tolist() == pytest.approx(expected, abs=1e-9)
 
 
 def test_clip_b_zeroes_tokens_that_reduce_entropy():

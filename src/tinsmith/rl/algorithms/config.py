@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from tinsmith.rl.algorithms.advantages import AdvantageConfig
 from tinsmith.rl.algorithms.advantages.base import Advantage
 from tinsmith.rl.algorithms.advantages.group import GrpoAdvantage
+from tinsmith.rl.algorithms.advantages.per_token import PrimeAdvantage
 from tinsmith.rl.algorithms.correction import CorrectionConfig
 from tinsmith.rl.algorithms.critic import CriticConfig
 from tinsmith.rl.algorithms.grouping import Grouping
@@ -208,6 +209,8 @@ class AlgorithmConfig(Settings):
             need = "no teacher; leave it out" if self.teacher else "a teacher; set it to a model or a tinker:// path"
             reader = f"loss {self.loss.type}" if self.loss.reads_teacher_top else f"advantage {self.advantage.type}"
             raise ValueError(f"{reader} needs {need}")
+        if len({(prime.model, prime.reference) for prime in self.primes}) > 1:
+            raise ValueError("advantage prime names several models; name the same model and reference for all roles")
         if self.advantage.type == "none" and self.loss.reads_advantage:
             raise ValueError(f"loss {self.loss.type} reads an advantage; set advantage.type to another than none")
         if self.reference == "start" and not (self.loss_reads_reference or self.kl_penalty.enabled):
@@ -275,6 +278,11 @@ class AlgorithmConfig(Settings):
     def advantages(self) -> tuple[Advantage, ...]:
         """The advantages of all roles."""
         return (self.advantage, *(role.advantage for role in self.roles.values() if role.advantage))
+
+    @property
+    def primes(self) -> tuple[PrimeAdvantage, ...]:
+        """The advantages that read the rewards of tokens by a reward model."""
+        return tuple(advantage for advantage in self.advantages if isinstance(advantage, PrimeAdvantage))
 
     @property
     def learns_from(self) -> Literal["rollouts", "demonstrations", "pairs", "both"]:

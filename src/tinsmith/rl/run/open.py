@@ -11,7 +11,8 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextma
 import numpy as np
 from rich.console import Console
 
-from tinsmith.errors import TinsmithError
+from tinsmith.errors import ConfigError, TinsmithError
+from tinsmith.rl.algorithms.advantages.per_token import PROCESS, PROCESS_REFERENCE
 from tinsmith.rl.algorithms.algorithm import Algorithm, ColumnSource, uploadable
 from tinsmith.rl.algorithms.critic import Critic
 from tinsmith.rl.algorithms.gradient_check import try_loss
@@ -26,6 +27,7 @@ from tinsmith.rl.ending.until import EndCondition
 from tinsmith.rl.evaluate import Evaluator
 from tinsmith.rl.guards.watchdog import watch_event_loop
 from tinsmith.rl.optimizer import rate_by_name
+from tinsmith.rl.policy.models import Models
 from tinsmith.rl.policy.request_limit import RequestLimit, TokenRates
 from tinsmith.rl.policy.sampling import Snapshot
 from tinsmith.rl.policy.trainer import Trainer
@@ -330,7 +332,9 @@ def _columns(
 
     def logprobs_by(name: str) -> ColumnSource:
         async def logprobs(rows: Sequence[TrainingRow]) -> list[np.ndarray]:
-            return await target_logprobs(requests.around(await policy.models.open_model(name)), rows)
+            model = await policy.models.open_model(name)
+            _check_tokenizer(name, model, policy.models, rows)
+            return await target_logprobs(requests.around(model), rows)
 
         return logprobs
 
@@ -346,9 +350,23 @@ def _columns(
         sources["values"] = critic.values
     if config.algorithm.teacher:
         sources["teacher"] = logprobs_by(config.algorithm.teacher)
+    for prime in config.algorithm.primes:
+        sources[PROCESS] = logprobs_by(prime.model)
+        sources[PROCESS_REFERENCE] = logprobs_by(prime.reference)
     if isinstance(config.algorithm.loss, TopKDistillLoss):
         sources[TEACHER_TOP] = likeliest_by(config.algorithm.teacher, config.algorithm.loss.k)
     return sources
+
+
+def _check_tokenizer(name: str, model: Snapshot, policy: Models, rows: Sequence[TrainingRow]) -> None:
+    """Raise ConfigError if a model reads the tokens of the policy as other texts."""
+    for row in rows if model.chat is not policy.chat else ():
+        tokens = row.targets.tolist()
+        if model.chat.decode(tokens) != policy.chat.decode(tokens):
+            raise ConfigError(
+                f"{name} has another tokenizer than the policy, whose tokens it is to score.",
+                "Name a model with the same.",
+            )
 
 
 async def target_logprobs(snapshot: Snapshot, rows: Sequence[TrainingRow]) -> list[np.ndarray]:

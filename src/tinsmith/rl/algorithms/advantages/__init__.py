@@ -22,6 +22,7 @@ from tinsmith.rl.algorithms.advantages.per_token import (
     JsdAdvantage,
     NoAdvantage,
     OnPolicyDistillAdvantage,
+    PrimeAdvantage,
     ReinforcePlusPlusAdvantage,
 )
 from tinsmith.rl.algorithms.advantages.user_code import CustomAdvantage, PrecomputedAdvantage
@@ -38,6 +39,7 @@ AdvantageConfig = Annotated[
     | GaeAdvantage
     | OnPolicyDistillAdvantage
     | JsdAdvantage
+    | PrimeAdvantage
     | NoAdvantage
     | ClipBAdvantage
     | BestAdvantage

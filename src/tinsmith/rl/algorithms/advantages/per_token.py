@@ -1,17 +1,21 @@
 """Advantages with a value for each token: token returns, generalized advantage estimation, and distillation.
 
-Values come from the critic (`rl/algorithms/critic.py`), logprobs of a teacher from the server.
+Values come from the critic (`rl/algorithms/critic.py`), logprobs of a teacher or of a reward model from the server.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 from typing_extensions import override
 
-from tinsmith.rl.algorithms.advantages.base import Advantage, Advantages, Trace, Traces, whiten
+from tinsmith.rl.algorithms.advantages.base import Advantage, Advantages, Trace, Traces, net_rewards, whiten
+
+PROCESS, PROCESS_REFERENCE = "process", "process_reference"
+"""Columns of prime: logprobs of the reward model, and of the reference of its training."""
 
 
 class ReinforcePlusPlusAdvantage(Advantage):
@@ -111,6 +115,46 @@ class OnPolicyDistillAdvantage(Advantage):
     def _advantages(self, trace: Trace) -> np.ndarray:
         advantages_T = discounted(self.coef * (trace.columns["teacher"] - trace.logprobs), self.discount)
         return advantages_T.clip(-np.inf if self.low is None else self.low, np.inf if self.high is None else self.high)
+
+
+class PrimeAdvantage(Advantage):
+    """A_t = sum over s >= t of gamma^(s-t) (r_s - b) + R - B, PRIME (arXiv 2502.01456).
+
+    r_t = beta (log p - log p_ref) is the implicit reward of token t by a model p that was trained on preferences
+    relative to p_ref, R the reward of the reply. The baselines are those of rloo: B is the mean of R over the other
+    replies of the group, b the mean of their means of r; in a group of one, both are 0.
+    """
+
+    type: Literal["prime"] = "prime"
+    columns: ClassVar[frozenset[str]] = frozenset({PROCESS, PROCESS_REFERENCE})
+    model: str = Field(min_length=1)
+    """tinker:// path of a checkpoint of the training on preferences (dpo, ipo, kto), on the policy's server. It has the
+    policy's tokenizer."""
+    reference: str = ""
+    """Reference of that training: a base model or a tinker:// path. Empty: the run's base model."""
+    beta: float = Field(default=0.05, gt=0)
+    """Scale of the rewards of tokens."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount of the rewards of later tokens, from token to token."""
+
+    @override
+    def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
+        return [self._group_advantages(traces_G) for traces_G in traces_PG]
+
+    def _group_advantages(self, traces_G: Sequence[Trace]) -> list[np.ndarray]:
+        rewards_G = [self.beta * (trace.columns[PROCESS] - trace.columns[PROCESS_REFERENCE]) for trace in traces_G]
+        means_G = np.array([rewards_T.mean() if len(rewards_T) else 0.0 for rewards_T in rewards_G], np.float64)
+        outcomes_G = net_rewards(traces_G)
+        outcomes_G -= _means_of_others(outcomes_G)
+        return [
+            discounted(rewards_T - baseline, self.gamma) + outcome
+            for rewards_T, baseline, outcome in zip(rewards_G, _means_of_others(means_G), outcomes_G, strict=True)
+        ]
+
+
+def _means_of_others(values_G: np.ndarray) -> np.ndarray:
+    """Of each value the mean of the other ones, float64 [G]; 0 if there are none."""
+    return (values_G.sum() - values_G) / max(1, len(values_G) - 1)
 
 
 class NoAdvantage(Advantage):
