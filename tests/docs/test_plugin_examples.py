@@ -100,9 +100,15 @@ def test_reward_model_example_is_a_valid_config(tmp_path):
     assert len(settings(tmp_path, **yaml.safe_load(part)).rewards) == 1
 
 
+def test_prime_example_is_a_valid_config(tmp_path):
+    (part,) = [part for part in PARTS if "type: prime" in part]
+    (prime,) = settings(tmp_path, **yaml.safe_load(part)).algorithm.primes
+    assert (prime.beta, prime.reference) == (0.05, "")
+
+
 def test_page_has_each_kind_of_example():
     assert len(FILES) == 6
-    assert len(PARTS) == 11
+    assert len(PARTS) == 12
 
 
 def test_examples_import_only_the_public_api():
