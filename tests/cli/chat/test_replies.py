@@ -85,7 +85,9 @@ def test_faults_are_errors_in_the_words_of_the_server(answer: Any, error: type[T
 def test_error_for_a_model_names_those_that_are_served() -> None:
     def respond(request: httpx.Request) -> httpx.Response:
         if request.url.path.endswith("/models"):
-            return httpx.Response(200, json={"data": [{"id": "toy"}, {"id": "other"}]})
+            return httpx.Response(
+                200, json={"data": [{"id": "toy"}, {"id": "other"}, {"id": "x:train:0", "parent": "toy"}]}
+            )
         return httpx.Response(404, json={"error": {"message": "There is no model /abs/merged"}})
 
     client = httpx.Client(transport=httpx.MockTransport(respond), base_url="http://server/")

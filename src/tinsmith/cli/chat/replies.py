@@ -115,9 +115,10 @@ class ReplyStream:
             raise _refused(response)
 
     def _served(self) -> list[str]:
-        """Names of the models that the server lists; none if it has no such list."""
+        """Names of the base models that the server lists; none if it has no such list."""
         response = self._client.get(f"{ROUTE}/models")
-        return [each["id"] for each in response.json()["data"]] if response.is_success else []
+        models = response.json()["data"] if response.is_success else ()
+        return [each["id"] for each in models if not each.get("parent")]
 
     @property
     def _url(self) -> str:
