@@ -302,9 +302,10 @@ def _exit(stop: StopSignal, base: RunConfig, statuses: Sequence[str], refused: b
 
 def preload() -> None:
     """Import what a run needs, before its process is forked."""
+    import httpcore  # noqa: F401 - httpx imports it with the first client
     import numpy
-    import tokenizers  # noqa: F401
-    import transformers  # noqa: F401
+    import transformers.activations  # what most models' configurations import, which their tokenizers read
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
     import tinsmith.cli.runner
     import tinsmith.runner  # noqa: F401
