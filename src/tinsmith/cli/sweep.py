@@ -304,7 +304,7 @@ def preload() -> None:
     """Import what a run needs, before its process is forked."""
     import httpcore  # noqa: F401 - httpx imports it with the first client
     import numpy
-    import transformers.activations  # what most models' configurations import, which their tokenizers read
+    import transformers.activations  # noqa: F401 - configurations of models, which are read with tokenizers, import it
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
     import tinsmith.cli.runner
