@@ -10,10 +10,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from pydantic import Field
+from pydantic import Field, create_model
 
 from tinsmith.errors import ConfigError
-from tinsmith.settings import Settings, read, to_yaml
+from tinsmith.settings import Settings, field_docs, read, to_yaml
 
 
 class Jsonl(Settings):
@@ -147,3 +147,30 @@ def test_written_values_are_read_back(values):
     text = to_yaml(values)
     assert OmegaConf.to_container(OmegaConf.create(text)) == values
     assert yaml.load(text, yaml.CSafeLoader) == values
+
+
+class Documented(Settings):
+    first: int = 1
+    """The first.
+
+    With more."""
+    second: int = 2
+    """The second."""
+    third: int = 3
+
+
+class Heir(Documented):
+    second: int = 4
+    third: int = 5
+    """The third, of the heir."""
+
+
+def test_docstrings_under_fields_are_their_help():
+    class Local(Heir):
+        first: int = 0
+        """The first, in a function."""
+
+    assert field_docs(Documented) == {"first": "The first.\n\nWith more.", "second": "The second."}
+    assert field_docs(Heir) == {"first": "The first.\n\nWith more.", "third": "The third, of the heir."}
+    assert field_docs(Local)["first"] == "The first, in a function."
+    assert field_docs(create_model("Made", __base__=Heir, more=(int, 1))) == field_docs(Heir)

@@ -15,8 +15,11 @@ Example:
 
 from __future__ import annotations
 
+import ast
 import copy
+import inspect
 import re
+import sys
 import tempfile
 import tomllib
 import types
@@ -98,7 +101,7 @@ class Needs:
         *parents, name = [field, *self.key.split(".")] if self.key else [field]
         owner = attrgetter(".".join(parents))(settings) if parents else settings
         value = attrgetter(self.setting)(settings)
-        if name not in changed_keys(owner) or self._fits(value):
+        if self._fits(value) or not is_changed(owner, name):
             return ""
         key = ".".join([*parents, name])
         present = (value not in _OFF[:3] and bool(value)) or value == "none"
@@ -123,7 +126,6 @@ class Settings(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
-        use_attribute_docstrings=True,
         protected_namespaces=(),
         allow_inf_nan=False,
     )
@@ -175,8 +177,12 @@ S = TypeVar("S", bound=BaseModel)
 
 def changed_keys(settings: BaseModel) -> tuple[str, ...]:
     """The keys whose values are not the defaults."""
-    fields = type(settings).model_fields
-    return tuple(name for name, value in settings if value != fields[name].get_default(call_default_factory=True))
+    return tuple(name for name, _ in settings if is_changed(settings, name))
+
+
+def is_changed(settings: BaseModel, key: str) -> bool:
+    """Whether the value of a key is not the default."""
+    return settings.__dict__[key] != type(settings).model_fields[key].get_default(call_default_factory=True)
 
 
 def nearest_name(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
@@ -539,3 +545,52 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         return [annotation] if issubclass(annotation, BaseModel) else []
     return [model for part in typing.get_args(annotation) for model in _models_in(part)]
+
+
+@cache
+def field_docs(kind: type[BaseModel]) -> Mapping[str, str]:
+    """The docstrings under the fields of a settings class and of those that it extends, by field.
+
+    They are read from the sources here: pydantic would read them in each process, which takes most of a second.
+    """
+    docs: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if issubclass(base, BaseModel) and base is not BaseModel:
+            docs |= _own_docs(base)
+    return {name: text for name, text in docs.items() if text}
+
+
+def _own_docs(kind: type) -> dict[str, str]:
+    """The docstrings of the fields that a class declares; empty texts for those without."""
+    node = _classes(kind.__module__).get(kind.__qualname__)
+    statements = node.body if node else []
+    docs = {}
+    for pair in zip(statements, [*statements[1:], None], strict=True) if statements else ():
+        match pair:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = inspect.cleandoc(text)
+            case ast.AnnAssign(target=ast.Name(id=name)), _:
+                docs[name] = ""
+    return docs
+
+
+@cache
+def _classes(module: str) -> Mapping[str, ast.ClassDef]:
+    """The classes in the source of a module by their qualified names; none if it has no source."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError, KeyError):
+        return {}
+    return dict(_below(tree, ""))
+
+
+def _below(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.ClassDef]]:
+    for child in ast.iter_child_nodes(node):
+        match child:
+            case ast.ClassDef():
+                yield prefix + child.name, child
+                yield from _below(child, f"{prefix}{child.name}.")
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                yield from _below(child, f"{prefix}{child.name}.<locals>.")
+            case ast.stmt():
+                yield from _below(child, prefix)

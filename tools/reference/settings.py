@@ -20,7 +20,7 @@ from tinsmith.rl.algorithms.config import PRESETS
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.plugins import CustomPart
 from tinsmith.service.config import ServeConfig
-from tinsmith.settings import Settings
+from tinsmith.settings import Settings, field_docs
 
 Kind = type[Settings]
 
@@ -147,11 +147,13 @@ def _section(kind: Kind, kinds: list[Kind], places: Mapping[Kind, list[str]], pa
 
 def _own_fields(kind: Kind) -> dict[str, FieldInfo]:
     """The fields that no base class has, or has with another default or meaning."""
-    inherited = {name: field for base in reversed(_bases(kind)) for name, field in base.model_fields.items()}
+    bases, docs = list(reversed(_bases(kind))), field_docs(kind)
+    inherited = {name: field for base in bases for name, field in base.model_fields.items()}
+    base_docs = {name: text for base in bases for name, text in field_docs(base).items()}
 
     def is_same(name: str, field: FieldInfo) -> bool:
         base = inherited.get(name)
-        return base is not None and (base.default, base.description) == (field.default, field.description)
+        return base is not None and (base.default, base_docs.get(name)) == (field.default, docs.get(name))
 
     return {name: field for name, field in kind.model_fields.items() if not is_same(name, field)}
 
@@ -185,7 +187,7 @@ def _table(kind: Kind, places: Mapping[Kind, list[str]], page: str, own: Mapping
     for name, field in fields.items():
         kinds = members(field.annotation)
         values = " · ".join(_link(member, places, page) for member in kinds) if kinds else values_of(field)
-        lines.append(_row(name, values, _default(field, kinds), _meaning(field, kinds)))
+        lines.append(_row(name, values, _default(field, kinds), _meaning(field_docs(kind).get(name), kinds)))
     return "\n".join(lines)
 
 
@@ -193,8 +195,8 @@ def _row(*cells: str) -> str:
     return "| `{}` | {} | {} | {} |".format(*(cell.replace("|", "\\|") for cell in cells))
 
 
-def _meaning(field: FieldInfo, kinds: list[Kind]) -> str:
-    own = field.description or ((inspect.getdoc(kinds[0]) or "").partition("\n\n")[0] if len(kinds) == 1 else "")
+def _meaning(docs: str | None, kinds: list[Kind]) -> str:
+    own = docs or ((inspect.getdoc(kinds[0]) or "").partition("\n\n")[0] if len(kinds) == 1 else "")
     return " ".join(own.split())
 
 
@@ -253,7 +255,7 @@ def _serve_rows(kind: Kind, prefix: str) -> list[str]:
             rows += _serve_rows(type(field.default), f"{prefix}{name}.")
             continue
         default = "`~/.tinsmith`" if name == "data" else _default(field, [])
-        rows.append(_row(f"{prefix}{name}", values_of(field), default, _meaning(field, [])))
+        rows.append(_row(f"{prefix}{name}", values_of(field), default, _meaning(field_docs(kind).get(name), [])))
     return rows
 
 

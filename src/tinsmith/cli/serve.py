@@ -18,7 +18,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.imports import require_torch
 from tinsmith.overrides import COMMAND_LINE
 from tinsmith.service.config import ServeConfig
-from tinsmith.settings import Settings, build, read_values
+from tinsmith.settings import Settings, build, field_docs, read_values
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -61,9 +61,8 @@ def _option(name: str, path: Sequence[str]) -> inspect.Parameter:
     default = field.get_default(call_default_factory=True)
     text = ", ".join(default) if isinstance(default, tuple) else str(default)
     shown = False if default is None else lambda _: text.replace(str(Path.home()), "~")
-    about = Parameter(
-        help=" ".join((field.description or "").split()), show_default=shown, negative="", consume_multiple=False
-    )
+    text_of_help = " ".join(field_docs(kind)[path[-1]].split())
+    about = Parameter(help=text_of_help, show_default=shown, negative="", consume_multiple=False)
     annotation = Annotated[Optional[field.annotation], about]  # type: ignore[valid-type]  # noqa: UP045
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 

@@ -93,7 +93,7 @@ def _read_own(file: Path, values: Mapping[str, Any], overrides: Sequence[str]) -
 
 def _read_foreign(file: Path, values: Mapping[str, Any], overrides: Sequence[str], dialect: Dialect) -> RunFile:
     place = str(file)
-    own = set(map(without_entries, paths(RunConfig)))
+    own = set(map(without_entries, paths(RunConfig))) if overrides else set()
     before: list[str] = []
     after: list[str] = []
     for override in overrides:
