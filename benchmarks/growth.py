@@ -1,9 +1,13 @@
 """Scaling curves of cost: `make bench-growth`, or `python -m benchmarks.growth --only rank length`.
 
 Tokens/s, and the memory above the loaded base, against tenants in a pass, rank, length of a row, group size under one
-prompt, samples in a batch, and the share of a prompt that is cached. The points of a curve are measured
-interleaved in one process; the chart shows the median and the range. Each curve has its own process, so that memory
-is measured separately, and is written to benchmarks/results/growth.{json,md,png} at once.
+prompt, samples in a batch, the share of a prompt that is cached, versions of weights, and clients. The points of a
+curve are measured interleaved in one process; the chart shows the median and the range. Each curve has its own process,
+so that memory is measured separately, and is written to benchmarks/results/growth.{json,md,png} at once.
+
+The exponent of a curve is fitted to log(time of a token) over log(size), by least squares. The whole cost grows
+linearly where it is 0 if the work grows with the size, as with clients, and where it is 1 if the work stays the same,
+as with ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import statistics
 import subprocess
@@ -26,14 +31,22 @@ import numpy as np
 from benchmarks import table
 from benchmarks.comparison import Setting, timed
 from benchmarks.engine_driver import EngineDriver
+from benchmarks.parts.http.smallest_step import TOKENS as TOKENS_OF_STEP
+from benchmarks.parts.http.smallest_step import tiny_service
 from benchmarks.parts.memory import peak, reset_peak, resident
 from benchmarks.parts.tenants import passes
+from benchmarks.servers import Watch
 from benchmarks.speed import MODEL, RESULTS
-from benchmarks.workloads import grpo, questions, rows_of
+from benchmarks.workloads import Batch, grpo, questions, rows_of
+from tests.architectures import save_tiny
+from tests.models import VOCABULARY
 
 TOKENS = 24
 """Tokens of each sample."""
 CACHE = 131_072
+LONG = 32_768
+STEPS = 320
+"""Steps of all clients together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +68,8 @@ class Curve:
     varies: str
     work: str
     points: list[Point]
+    grows: bool = False
+    """Whether the tokens grow with the size."""
 
 
 Job = Callable[[], int]
@@ -107,9 +122,10 @@ def group(setting: Setting) -> Curve:
         work = grpo(groups=1, group=size)
         return lambda: (ours.run(work.as_pass("bench")), work.tokens)[1]
 
-    return _curve(
+    curve = _curve(
         setting, ours, "answers to one prompt", "training, tokens as the user counts them", (1, 4, 16, 32), job
     )
+    return replace(curve, grows=True)
 
 
 def batch(setting: Setting) -> Curve:
@@ -123,7 +139,8 @@ def batch(setting: Setting) -> Curve:
 
         return run
 
-    return _curve(setting, ours, "samples at once", f"sampling {TOKENS} tokens each", (1, 4, 16, 64, 256), job)
+    curve = _curve(setting, ours, "samples at once", f"sampling {TOKENS} tokens each", (1, 4, 16, 64, 256), job)
+    return replace(curve, grows=True)
 
 
 def prefix(setting: Setting) -> Curve:
@@ -146,8 +163,70 @@ def prefix(setting: Setting) -> Curve:
     return _curve(setting, ours, "tokens of each prompt that are cached", work, (0, 128, 256, 384, 480), job)
 
 
+def long(setting: Setting) -> Curve:
+    """One row of 2,048 to 32,768 tokens; a model of one layer, whose attention takes most of the time."""
+    shape = {"max_position_embeddings": LONG, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with tempfile.TemporaryDirectory() as folder:
+        ours = EngineDriver(replace(setting, folder=save_tiny("llama", Path(folder), **shape)))
+    ours.create("bench", 8)
+
+    def job(size: int) -> Job:
+        row = rows_of(size, 1)
+        work = Batch(name="", rows=[row.rows[0] % VOCABULARY], prompts=row.prompts)
+        return lambda: (ours.run(work.as_pass("bench")), work.tokens)[1]
+
+    work = "training on one row, a tiny model of one layer"
+    return _curve(setting, ours, "length of a long row", work, (2048, 8192, LONG), job)
+
+
+def versions(setting: Setting) -> Curve:
+    """16 samples from the newest of 1 to 32 versions of a model, all of which can be sampled from."""
+    ours, seeds = EngineDriver(setting), count(1)
+    ours.create("bench", 8)
+    captured: list[str] = []
+
+    def job(size: int) -> Job:
+        def run() -> int:
+            while len(captured) < size:
+                _capture(ours, captured, next(seeds))
+            while len(captured) > size:
+                ours.wait(ours.engine.detach(captured.pop(0)))
+            ours.sample(questions(16, 32, seed=next(seeds)), captured[-1], 1, TOKENS)
+            return 16 * TOKENS
+
+        return run
+
+    work = f"sampling 16 times {TOKENS} tokens from one version of rank 8; captures are included"
+    return _curve(setting, ours, "versions alive", work, (1, 4, 16, 32), job)
+
+
+def _capture(ours: EngineDriver, captured: list[str], number: int) -> None:
+    ours.run(rows_of(16, 1, number).as_pass("bench"))
+    ours.step("bench")
+    captured.append(f"version-{number}")
+    ours.capture("bench", captured[-1])
+
+
+def clients(setting: Setting) -> Curve:
+    """1 to 64 clients of the SDK, each of which takes the smallest step of a model of its own."""
+    sizes = (1, 4, 16, 64)
+    with tempfile.TemporaryDirectory() as folder, tiny_service(replace(setting, threads=1), folder, sizes[-1]) as side:
+        speeds: dict[int, list[float]] = {size: [] for size in sizes}
+        memory = {}
+        for turn in range(setting.turns + 1):
+            for size in sizes:
+                with Watch(side.server) as watch:
+                    seconds = timed(lambda size=size: side.turn(size, STEPS // size))
+                memory[size] = watch.peak
+                if turn:
+                    speeds[size].append(TOKENS_OF_STEP * size * (STEPS // size) / seconds)
+    points = [Point(size=size, tokens_per_s=speeds[size], memory=memory[size] - memory[sizes[0]]) for size in sizes]
+    work = "forward_backward and optim_step of 8 tokens through the SDK, a tiny model; memory above that of one"
+    return Curve(varies="clients", work=work, points=points, grows=True)
+
+
 CURVES: Mapping[str, Callable[[Setting], Curve]] = {
-    curve.__name__: curve for curve in (tenants, rank, length, group, batch, prefix)
+    curve.__name__: curve for curve in (tenants, rank, length, long, group, batch, prefix, versions, clients)
 }
 
 
@@ -221,9 +300,20 @@ def _write(file: Path, machine: str, curves: Mapping[str, dict]) -> None:
             speed = point["tokens_per_s"]
             speeds = f"{statistics.median(speed):,.0f} ({min(speed):,.0f} to {max(speed):,.0f})"
             lines.append(f"| {point['size']} | {speeds} | {point['memory'] / 1e9:.2f} GB |")
-        lines.append("")
+        bound = "grows with the work" if curve["grows"] else "for the same work"
+        worst = 0 if curve["grows"] else 1
+        exponent = _exponent(curve["points"])
+        lines += ["", f"Exponent of the time of a token, {bound}: {exponent:+.2f}; linear growth has {worst}.", ""]
     file.with_suffix(".md").write_text("\n".join(lines))
     _draw(file.with_suffix(".png"), list(curves.values()))
+
+
+def _exponent(points: Sequence[dict]) -> float:
+    """Fitted to log(time of a token) over log(size)."""
+    measured = [point for point in points if point["size"]]
+    sizes = [math.log(point["size"]) for point in measured]
+    times = [-math.log(statistics.median(point["tokens_per_s"])) for point in measured]
+    return statistics.linear_regression(sizes, times)[0]
 
 
 def _draw(file: Path, curves: Sequence[dict]) -> None:
@@ -233,7 +323,7 @@ def _draw(file: Path, curves: Sequence[dict]) -> None:
     mpl.use("agg")
     from matplotlib import pyplot
 
-    figure, panes = pyplot.subplots(2, 3, figsize=(13, 7), layout="constrained")
+    figure, panes = pyplot.subplots(3, 3, figsize=(13, 10), layout="constrained")
     for pane, curve in zip(panes.flat, curves, strict=False):
         sizes = [point["size"] for point in curve["points"]]
         places = range(len(sizes))

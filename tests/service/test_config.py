@@ -91,3 +91,10 @@ def test_overrides_replace_settings_of_a_file(tmp_path: Path) -> None:
     file.write_text("models: [a=b]\nport: 9000\nengine: fake\n")
     config = read(ServeConfig, file, ["port=9001"])
     assert (config.models, config.port, config.engine) == (("a=b",), 9001, "fake")
+
+
+@pytest.mark.parametrize(
+    ("setting", "keeps"), [({}, True), ({"check_model": "once"}, True), ({"check_model": "always"}, False)]
+)
+def test_check_model_says_whether_an_engine_keeps_its_checks(setting: dict[str, str], keeps: bool) -> None:
+    assert ServeConfig.model_validate(setting).engine_config("model").keeps_checks is keeps

@@ -11,7 +11,8 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -56,27 +57,35 @@ class Side:
         return times
 
 
+@contextmanager
+def tiny_service(setting: Setting, folder: str, clients: int) -> Iterator[Side]:
+    """A service of a tiny model, and clients with a session and a model each."""
+    source = save_model("llama", Path(folder) / "model")
+    with tinsmith(source, setting.dtype, Path(folder) / "data", setting.threads) as server:
+        yield from _side(server, MODEL, clients)
+
+
 def measure(setting: Setting) -> list[Line]:
     """Median and 99th percentile of a step's time against the stub's, with one client and with 50."""
     logging.getLogger("tinker").setLevel(logging.ERROR)
     with (
         tempfile.TemporaryDirectory() as folder,
         stub() as nothing,
-        tinsmith(
-            save_model("llama", Path(folder) / "model"), setting.dtype, Path(folder) / "data", setting.threads
-        ) as service,
+        contextmanager(_side)(nothing, "stub", CLIENTS) as theirs,
+        tiny_service(setting, folder, CLIENTS) as ours,
     ):
-        services = [tinker.ServiceClient(base_url=url, api_key=KEY) for url in [service.url] * CLIENTS]
-        stubs = [tinker.ServiceClient(base_url=nothing.url, api_key=KEY)] * CLIENTS
-        ours = Side(server=service, models=_models(services, MODEL))
-        theirs = Side(server=nothing, models=_models(stubs, "stub"))
-        lines = [
+        return [
             *_lines(ours, theirs, 1, STEPS, setting.turns),
             *_lines(ours, theirs, CLIENTS, STEPS // 10, setting.turns),
         ]
-        for client in [*services, stubs[0]]:
-            client.close("success").result()
-    return lines
+
+
+def _side(server: Server, name: str, clients: int) -> Iterator[Side]:
+    services = [tinker.ServiceClient(base_url=server.url, api_key=KEY) for _ in range(clients)]
+    waiting = [service.create_lora_training_client(name, rank=RANK, seed=1) for service in services]
+    yield Side(server=server, models=[model.result() for model in waiting])
+    for service in services:
+        service.close("success").result()
 
 
 def step(model: Any) -> None:
@@ -92,11 +101,6 @@ DATUM = tinker.Datum(
     model_input=tinker.ModelInput.from_ints(list(range(3, 3 + TOKENS))),
     loss_fn_inputs=INPUTS,
 )
-
-
-def _models(clients: Sequence[Any], name: str) -> list[Any]:
-    waiting = [client.create_lora_training_client(name, rank=RANK, seed=1) for client in clients]
-    return [model.result() for model in waiting]
 
 
 def _lines(ours: Side, theirs: Side, clients: int, steps: int, turns: int) -> list[Line]:
@@ -153,6 +157,6 @@ def _processor_s(server: Server) -> float:
 
 
 if __name__ == "__main__":
-    for line in measure(Setting(folder=Path(), threads=1, turns=3, dtype="float32")):
+    for line in measure(Setting(folder=Path(), threads=1, turns=2, dtype="float32")):
         ratios = " ".join(f"{value:.2f}" for value in line.values)
         print(f"{line.work}: {line.median:.2f} ({ratios}), {line.ours} and {line.theirs} {line.note}")
