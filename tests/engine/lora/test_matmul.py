@@ -10,7 +10,7 @@ import torch
 from tinsmith.engine import autotune
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.lora import linear
-from tinsmith.engine.lora.matmul import FrozenLinear
+from tinsmith.engine.lora.matmul import FrozenLinear, pack_float16
 from tinsmith.engine.model import loading
 
 
@@ -39,7 +39,7 @@ def test_weights_are_reordered_if_memory_allows(tiny_llama: Path, monkeypatch: p
     base = loading.load(EngineConfig(source=str(tiny_llama), dtype="float32", device="cpu"))
     linear.adapt(base)
     matrices = [module.frozen for module in base.model.modules() if isinstance(module, linear.LoraLinear)]
-    size = sum(matrix.shape.numel() * 4 for matrix in matrices)
+    size = sum(matrix.shape.numel() * 4 for matrix in matrices) * 3 // 2  # one more of float32, one of float16
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     autotune.reorder_weights(base, autotune.REORDER_MEMORY_SHARE * size)
     assert not any(matrix.reordered for matrix in matrices)  # float32 is faster without
@@ -51,6 +51,48 @@ def test_weights_are_reordered_if_memory_allows(tiny_llama: Path, monkeypatch: p
     assert not any(matrix.reordered for matrix in matrices)
     autotune.reorder_weights(base, autotune.REORDER_MEMORY_SHARE * size)
     assert all(matrix.reordered for matrix in matrices)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 16, 17])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="PyTorch has no FBGEMM here")
+def test_few_rows_of_a_float16_matrix_are_exact(dtype: torch.dtype, rows: int):
+    draw = torch.Generator().manual_seed(rows)
+    weight = torch.randn(400, 256, generator=draw).to(dtype).float()
+    inputs = torch.randn(rows, 256, generator=draw)
+    frozen = FrozenLinear(weight, torch.ones(400))
+    pack_float16([frozen])
+    assert frozen.reorder().has_float16
+    exact = inputs.double() @ weight.double().T + 1
+    torch.testing.assert_close(frozen(inputs).double(), exact, rtol=0, atol=5e-5)
+    # Not contiguous, as a slice of a step's rows is.
+    torch.testing.assert_close(frozen(inputs.T.contiguous().T).double(), exact, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.randn(400, 256),
+        torch.full((400, 256), 1e5),
+        torch.full((400, 256), 1e-7),
+        torch.full((400, 256), float("nan")),
+        torch.full((400, 256), float("inf")),
+        torch.ones(400, 256, dtype=torch.bfloat16),
+        torch.ones(40, 256),
+    ],
+    ids=["float32", "large", "tiny", "nan", "inf", "bfloat16 base", "small matrix"],
+)
+def test_matrix_that_gains_nothing_is_not_packed(weight: torch.Tensor):
+    frozen = FrozenLinear(weight)
+    pack_float16([frozen])
+    assert not frozen.has_float16
+
+
+def test_matrix_is_not_packed_without_fbgemm(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(type(torch.backends.quantized), "supported_engines", ["qnnpack"])
+    frozen = FrozenLinear(torch.ones(400, 256))
+    pack_float16([frozen])
+    assert not frozen.has_float16
 
 
 def test_bfloat16_is_not_reordered_without_cpu_support(

@@ -21,7 +21,7 @@ from torch import Tensor
 from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
 from tinsmith.engine.lora.head.blocks import PackedTargets, ScoreBlock, block_rows, plan_blocks
 from tinsmith.engine.lora.head.choice import softmax_on
-from tinsmith.engine.lora.matmul import FrozenLinear
+from tinsmith.engine.lora.matmul import FrozenLinear, pack_float16
 from tinsmith.engine.model.logit_rule import LogitRule
 from tinsmith.engine.model_parts import HEAD
 
@@ -73,7 +73,9 @@ class LMHead:
         self._bias = None if rule.bias is None else rule.bias.float()
         self._frozen: FrozenLinear | None = None
         if weight.device.type == "cpu" or weight.dtype == torch.float32:
-            self._frozen = FrozenLinear(weight.float(), self._bias).reorder(backward=False)
+            self._frozen = FrozenLinear(weight.float(), self._bias)
+            pack_float16([self._frozen])
+            self._frozen.reorder(backward=False)
         self._softmax = softmax_on(weight.device)
 
     def logits(self, hidden: Tensor, weights: AdapterWeights | None) -> Tensor:

@@ -92,7 +92,8 @@ def read(config: EngineConfig) -> LoadedModel:
         vision = None
         if auto is AutoModelForImageTextToText:
             model, vision = tower.detach(model, processor)
-    checks = checks_of(config, Path(located.folder)) if device.type == "cpu" else None
+    chosen = config.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
+    checks = checks_of(chosen, Path(located.folder)) if device.type == "cpu" else None
     return LoadedModel(model, tokenizer, config.source, located.tokenizer, vision if processor else None, checks)
 
 
