@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import count
@@ -248,7 +249,8 @@ def main() -> None:
         arguments.into.write_text(json.dumps(asdict(CURVES[arguments.only[0]](setting))))
         return
     file = RESULTS / f"{arguments.name}.json"
-    curves = json.loads(file.read_text())["curves"] if file.is_file() else {}
+    machine = f"{arguments.model}, {arguments.threads} threads, {table.machine()}, {time.strftime('%Y-%m-%d')}"
+    curves = json.loads(file.read_text()) if file.is_file() else {}
     for name in arguments.only or CURVES:
         with tempfile.TemporaryDirectory() as scratch:
             into = Path(scratch) / "curve.json"
@@ -262,8 +264,8 @@ def main() -> None:
                 str(arguments.turns),
             ]
             subprocess.run(command, check=True)
-            curves[name] = json.loads(into.read_text())
-        _write(file, f"{arguments.model}, {arguments.threads} threads, {table.machine()}", curves)
+            curves[name] = {**json.loads(into.read_text()), "machine": machine}
+        _write(file, curves)
         print(f"{name}: done", file=sys.stderr, flush=True)
 
 
@@ -288,22 +290,21 @@ def _curve(
     return Curve(varies=varies, work=work, points=points)
 
 
-def _write(file: Path, machine: str, curves: Mapping[str, dict]) -> None:
+def _write(file: Path, curves: Mapping[str, dict]) -> None:
     curves = {name: curves[name] for name in CURVES if name in curves}
     file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps({"machine": machine, "curves": curves}, indent=1) + "\n")
-    lines = ["# How cost grows", "", f"`make bench-growth`; {machine}. Median of the turns (least to greatest).", ""]
+    file.write_text(json.dumps(curves, indent=1) + "\n")
+    lines = ["# How cost grows", "", "`make bench-growth`. Median of the turns (least to greatest).", ""]
     for curve in curves.values():
-        lines += [f"## {curve['varies']}", "", f"{curve['work']}.", ""]
+        lines += [f"## {curve['varies']}", "", f"{curve['work']}. {curve['machine']}.", ""]
         lines += [f"| {curve['varies']} | tokens/s | above the loaded base |", "|---|---|---|"]
         for point in curve["points"]:
             speed = point["tokens_per_s"]
             speeds = f"{statistics.median(speed):,.0f} ({min(speed):,.0f} to {max(speed):,.0f})"
             lines.append(f"| {point['size']} | {speeds} | {point['memory'] / 1e9:.2f} GB |")
-        bound = "grows with the work" if curve["grows"] else "for the same work"
-        worst = 0 if curve["grows"] else 1
-        exponent = _exponent(curve["points"])
-        lines += ["", f"Exponent of the time of a token, {bound}: {exponent:+.2f}; linear growth has {worst}.", ""]
+        worst, tokens = (0, "grow with the size") if curve["grows"] else (1, "stay the same")
+        text = f"The time of a token has the exponent {_exponent(curve['points']):+.2f}; the tokens {tokens}"
+        lines += ["", f"{text}, so that the whole cost is linear at {worst}.", ""]
     file.with_suffix(".md").write_text("\n".join(lines))
     _draw(file.with_suffix(".png"), list(curves.values()))
 
