@@ -154,7 +154,8 @@ class HybridContext:
     shape: RecurrentShape
     attention: Any
     """An `AttentionContext`."""
-    recurrent: RecurrentContext
+    recurrent: Any
+    """A `RecurrentContext`; that of a prefill also has the states at the ends of its rows."""
 
     @property
     def recomputes(self) -> bool:
@@ -179,7 +180,7 @@ class HybridContext:
 
     def mix(self, layer: int, inputs: MixerInputs) -> Tensor:
         """As `RecurrentContext.mix`; `layer` is the number in the model."""
-        return self.recurrent.mix(self.shape.recurrent_layers[layer], inputs)
+        return self.recurrent.mix(self.shape.recurrent_layers[layer], inputs)  # type: ignore[no-any-return]
 
 
 def hybrid_context(shape: RecurrentShape, tree: PackedTree, attention: Any, device: torch.device) -> HybridContext:
