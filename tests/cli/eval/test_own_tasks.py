@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tinsmith.cli.eval.command import evaluate
-from tinsmith.cli.eval.tasks import is_own, own_config
+from tinsmith.cli.eval.tasks import is_own, own_config, title
 from tinsmith.cli.service.weights import CheckpointChoice, find_weights
 from tinsmith.errors import ConfigError
 from tinsmith.rl.evaluation.endpoint import Sampling
-from tinsmith.rl.evaluation.held_out import scores_of
+from tinsmith.rl.evaluation.held_out import judged_sources, scores_of
 from tinsmith.rl.rewards.numbers import Number
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 from tinsmith.runner import train
@@ -70,12 +70,31 @@ def test_held_out_tasks_become_scores_with_answers():
         Group(task=tasks[0], rollouts=(rollout("so 7", correct=True, reward=1.0), rollout("none", correct=False))),
         Group(task=tasks[1], rollouts=(rollout("", correct=None, error="x"),)),
     ]
-    scores = scores_of("t", groups, ["", ""], 1.0, lambda _: [Number()])
-    right = {name: [(each.answer, each.score) for each in of] for name, of in scores["t right"].items()}
-    assert right == {"0 a": [("7", 1.0), ("none", 0.0)], "1 a": [("none", 0.0)]}
+    right = judged_sources([groups], ["x", "y"], 1.0)
+    assert right == {"x"}
+    scores = scores_of("t", groups, ["", ""], 1.0, lambda _: [Number()], right={""})
+    answers = {name: [(each.answer, each.score) for each in of] for name, of in scores["t right"].items()}
+    assert answers == {"0 a": [("7", 1.0), ("none", 0.0)], "1 a": [("none", 0.0)]}
     assert {name: [each.score for each in of] for name, of in scores["t reward"].items()} == {"0 a": [1.0, 0.0]}
-    named = scores_of("t", groups, ["x", "y"], 1.0, lambda _: ())
+    named = scores_of("t", groups, ["x", "y"], 1.0, lambda _: (), right=right)
     assert list(named) == ["t/x right", "t/x reward"]
+
+
+def test_rewards_say_what_is_right_up_to_the_threshold():
+    def group(*rewards: float) -> Group:
+        return Group(
+            task=Task(id="a", messages=()), rollouts=tuple(rollout("", correct=None, reward=r) for r in rewards)
+        )
+
+    def judged(*models: Group) -> bool:
+        return bool(judged_sources([[model] for model in models], ["s"], 1.0))
+
+    assert judged(group(0.0, 0.5), group(1.0))
+    assert not judged(group(0.0, 0.5))  # no reply is right, or none could be
+    assert not judged(group(1.0), group(4.0))  # a score of another kind
+    assert not judged(group())
+    scores = scores_of("t", [group(0.5, 1.0)], [""], 1.0, lambda _: (), right={""})
+    assert [each.score for each in scores["t right"]["0 a"]] == [0.0, 1.0]
 
 
 def test_names_of_own_tasks_and_of_benchmarks():
@@ -90,6 +109,7 @@ def test_environment_by_name_is_evaluated_alone(folder):
     (environment,) = config.environments
     assert (environment.type, environment.id, environment.weight, environment.held_out) == ("verifiers", "gsm8k", 0, 7)
     assert config.mode == "bench"
+    assert [title(f"verifiers:{name}") for name in ("gsm8k", "./envs/gym.py", "/envs/gym")] == ["gsm8k", "gym", "gym"]
     words = ("environments.args.split=test", "environments.name=mine", "tasks.answer=a")
     (environment,) = own_config("verifiers:gsm8k", target, Sampling(), (), words).environments
     assert (environment.title, environment.model_dump()["args"]) == ("mine", {"split": "test"})

@@ -118,3 +118,10 @@ def test_faults_of_a_library_are_errors_by_name(error, kind, text):
         translated(fail, "gsm8k")
     assert type(raised.value) is kind
     assert text in raised.value.message
+
+
+def test_models_have_the_same_measures():
+    graded = {"a": {"t": {"p": attempts(("", 0.5), ("", 1.0))}}, "b": {"t": {"p": attempts(("", 0.0), ("", 1.0))}}}
+    assert {(row.model, row.measure) for row in estimates(graded)} == {("a", "avg@2"), ("b", "avg@2")}
+    judged = {model: {"t": {"p": attempts(("", 0.0), ("", 1.0))}} for model in "ab"}
+    assert {row.measure for row in estimates(judged)} == {"avg@2", "pass@2"}

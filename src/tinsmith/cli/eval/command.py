@@ -150,7 +150,7 @@ def _check(names: Sequence[str], sampling: Sampling, rewards: Sequence[str], of_
         try:
             check_package(name)
         except ConfigError as error:
-            raise ConfigError(error.message, f"{error.hint} An environment is named verifiers:NAME.") from error
+            raise ConfigError(error.message, f"{error.hint}. An environment is named verifiers:NAME.") from error
 
 
 def _scores(

@@ -46,10 +46,9 @@ def is_environment(name: str) -> bool:
 
 def title(name: str) -> str:
     """The name of tasks in the table."""
-    environment = _environment(name)
-    return (
-        environment[1] if environment else Path(name).parent.name if Path(name).name == "run.yaml" else Path(name).name
-    )
+    if is_environment(name):
+        return Path(name.partition(":")[2]).name.removesuffix(".py")
+    return Path(name).parent.name if Path(name).name == "run.yaml" else Path(name).name
 
 
 def _kind(name: str) -> str:
@@ -182,7 +181,7 @@ def _of_run_file(file: Path, target: NamedWeights, sampling: Sampling) -> RunCon
 async def own_scores(tasks: OwnTasks, names: Sequence[str], endpoint: Endpoint) -> dict[str, Scores]:
     """The scores of models of a server, by their names; `endpoint` is that of their base model."""
     from tinsmith.rl.bench import open_evaluator
-    from tinsmith.rl.evaluation.held_out import scores_of
+    from tinsmith.rl.evaluation.held_out import judged_sources, scores_of
     from tinsmith.rl.policy.tinker_models import TinkerModels
 
     config = tasks.config
@@ -193,12 +192,14 @@ async def own_scores(tasks: OwnTasks, names: Sequence[str], endpoint: Endpoint) 
 
     model = config.model.model_copy(update={"name": endpoint.model})
     models = await TinkerModels.connect(model, endpoint.url, endpoint.key)
-    made: dict[str, Scores] = {}
     async with open_evaluator(config, models, tasks.data) as evaluator:
-        for name in names:
-            done = await evaluator.run(0, await models.open_model(name))
-            made[name] = scores_of(tasks.title, done.groups, evaluator.sources, config.eval.threshold, rewards)
-    return made
+        groups = {name: (await evaluator.run(0, await models.open_model(name))).groups for name in names}
+        threshold = config.eval.threshold
+        right = judged_sources(groups.values(), evaluator.sources, threshold)
+        return {
+            name: scores_of(tasks.title, of_model, evaluator.sources, threshold, rewards, right=right)
+            for name, of_model in groups.items()
+        }
 
 
 def _rewards(environments: Mapping[str, Any], source: str) -> Sequence[Reward]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from tinsmith.rl.evaluation.scores import Attempt, Scores
 from tinsmith.rl.record.metrics import is_right
@@ -13,14 +14,32 @@ _UNREAD = "none"
 """Stands for the answer of a reply in which the rewards read none."""
 
 
+def judged_sources(models: Iterable[Sequence[Group]], sources: Sequence[str], threshold: float) -> set[str]:
+    """The sources in which something says which answers of any model are right: the rollouts, or their rewards, the
+    largest of which is `threshold`."""
+    by_source: dict[str, list[Group]] = {}
+    for groups in models:
+        for group, source in zip(groups, sources, strict=True):
+            by_source.setdefault(source, []).append(group)
+    return {source for source, groups in by_source.items() if _is_judged(groups, threshold)}
+
+
+def _is_judged(groups: Sequence[Group], threshold: float) -> bool:
+    if any(rollout.correct is not None for group in groups for rollout in group.rollouts):
+        return True
+    return max((reward for group in groups for reward in group.rewards), default=-math.inf) == threshold
+
+
 def scores_of(
     title: str,
     groups: Sequence[Group],
     sources: Sequence[str],
     threshold: float,
     rewards: Callable[[str], Sequence[Reward]],
+    *,
+    right: Collection[str],
 ) -> Scores:
-    """The scores of an evaluation: `TITLE right` where something says what is right, and `TITLE reward`.
+    """The scores of an evaluation: `TITLE right` of the sources `right` (`judged_sources`), and `TITLE reward`.
 
     `sources` is the name of the source of each group, `rewards` are those of a source, which read answers. A failed
     rollout is not right; a task whose rollouts all failed has no reward.
@@ -29,9 +48,10 @@ def scores_of(
     for source in dict.fromkeys(sources):
         of_source = [group for group, name in zip(groups, sources, strict=True) if name == source]
         name = f"{title}/{source}" if source and source != title else title
-        right = {f"{at} {each.task.id}": _right(each, threshold, rewards(source)) for at, each in enumerate(of_source)}
-        if any(rollout.correct is not None for group in of_source for rollout in group.rollouts):
-            made[f"{name} right"] = _readable(right)
+        if source in right:
+            verdicts = [_right(each, threshold, rewards(source)) for each in of_source]
+            ids = [f"{at} {each.task.id}" for at, each in enumerate(of_source)]
+            made[f"{name} right"] = _readable(dict(zip(ids, verdicts, strict=True)))
         made[f"{name} reward"] = {
             f"{at} {group.task.id}": [Attempt("", reward) for reward in group.rewards]
             for at, group in enumerate(of_source)

@@ -79,13 +79,17 @@ class Estimate:
 def estimates(models: Mapping[str, Scores], seed: int = 0) -> list[Estimate]:
     """Every measure of every model, of which the first is the one that others are compared with."""
     first = next(iter(models.values()), {})
+    graded = {
+        name for scores in models.values() for name, problems in scores.items() if not _is_right_or_wrong(problems)
+    }
     rows = []
     for number, (model, scores) in enumerate(models.items()):
         for benchmark, problems in scores.items():
             before = first.get(benchmark, {}) if number else {}
             common = [name for name in problems if name in before]
-            old = measures({name: before[name] for name in common})
-            for measure, values in measures(problems).items():
+            of_right = benchmark not in graded
+            old = measures({name: before[name] for name in common}, of_right=of_right)
+            for measure, values in measures(problems, of_right=of_right).items():
                 low, high = interval_of_mean(list(values.values()), seed)
                 pairs = [(old[measure][name], values[name]) for name in common] if measure in old else []
                 rows.append(
@@ -103,18 +107,24 @@ def estimates(models: Mapping[str, Scores], seed: int = 0) -> list[Estimate]:
     return rows
 
 
-def measures(problems: Mapping[str, Sequence[Attempt]]) -> dict[str, dict[str, float]]:
-    """Measure -> its value for each problem. With one attempt, or scores other than right and wrong, the mean alone."""
+def measures(problems: Mapping[str, Sequence[Attempt]], *, of_right: bool = True) -> dict[str, dict[str, float]]:
+    """Measure -> its value for each problem. With one attempt, or scores other than right and wrong, the mean alone.
+
+    `of_right`: whether the scores of other models are right or wrong too, which shall have the same measures.
+    """
     k = min((len(attempts) for attempts in problems.values()), default=0)
     if not k:
         return {}
     made = {f"avg@{k}": {name: sum(each.score for each in of) / len(of) for name, of in problems.items()}}
-    scores = {each.score for of in problems.values() for each in of}
-    if k > 1 and scores <= {0.0, 1.0}:
+    if k > 1 and of_right and _is_right_or_wrong(problems):
         made[f"pass@{k}"] = {name: pass_at_k(len(of), _right(of), k) for name, of in problems.items()}
         if all(each.answer for of in problems.values() for each in of):
             made[f"maj@{k}"] = {name: _score_of_majority(of[:k]) for name, of in problems.items()}
     return made
+
+
+def _is_right_or_wrong(problems: Mapping[str, Sequence[Attempt]]) -> bool:
+    return all(each.score in (0.0, 1.0) for attempts in problems.values() for each in attempts)
 
 
 def _right(attempts: Sequence[Attempt]) -> int:
