@@ -124,7 +124,10 @@ def _lines(ours: Side, theirs: Side, clients: int, steps: int, turns: int) -> li
     who = "one client" if clients == 1 else f"{clients} clients at once"
     return [
         _line(
-            f"forward_backward and optim_step of {TOKENS} tokens, {who}: {name}", times, of_turn, note if not at else ""
+            f"forward_backward and optim_step of {TOKENS} tokens, tiny model, {who}: {name}",
+            times,
+            of_turn,
+            note if not at else "",
         )
         for at, (name, of_turn) in enumerate(
             (("median", median), ("99th percentile", lambda each: percentile(each, 0.99)))
