@@ -152,7 +152,7 @@ TYPES: tuple[str, ...] = (*DENSE, *MIXTURES, *RECURRENT, *REFUSED)
 
 
 def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
-    """A config of one of TYPES; `changes` replace keys of the recipe."""
+    """A config of one of TYPES; `changes` replace keys of the recipe. With fewer layers, these are the first ones."""
     tables = {**DENSE, **MIXTURES, **RECURRENT, **REFUSED}
     if model_type not in tables:
         raise ValueError(f"no tiny config of {model_type!r}; there are {', '.join(TYPES)}")
@@ -162,6 +162,8 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
         if not hasattr(CONFIG_MAPPING[model_type], key):
             keys.pop(key, None)
     keys |= changes
+    if "num_hidden_layers" in changes and "layer_types" in keys:
+        keys["layer_types"] = keys["layer_types"][: changes["num_hidden_layers"]]
     if "vocab_size_per_layer_input" in keys:
         keys["vocab_size_per_layer_input"] = keys["vocab_size"]
     return CONFIG_MAPPING[model_type](**{key: value for key, value in keys.items() if value is not None})

@@ -96,7 +96,7 @@ def _model(kind: str) -> PreTrainedModel:
     shape = {
         "hidden_size": 96,
         "intermediate_size": 208,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": CONTEXT,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,21 @@ def target_modules(lora: LoraSpec) -> list[str]:
 
 def plain_model(base: Path, dtype: torch.dtype = torch.float64, **options: Any) -> torch.nn.Module:
     """The base model as transformers loads it; `options` are those of `from_pretrained`."""
+    if options:
+        return _loaded(base, dtype, **options)
+    return deepcopy(
+        _loaded_once(base, dtype, *(file.stat().st_mtime_ns for file in sorted(base.glob("*.safetensors"))))
+    )
+
+
+def _loaded(base: Path, dtype: torch.dtype, **options: Any) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(base, dtype=dtype, attn_implementation="eager", **options).eval()
+
+
+@lru_cache(maxsize=8)
+def _loaded_once(base: Path, dtype: torch.dtype, *_times: int) -> torch.nn.Module:
+    """A copy of it takes a quarter of the time that loading takes."""
+    return _loaded(base, dtype)
 
 
 def write_adapter(base: Path, folder: Path, lora: LoraSpec, *, size: float = 0.05) -> Path:

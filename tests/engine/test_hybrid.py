@@ -21,8 +21,8 @@ from tinsmith.engine.model.hybrid import gated_delta_net, states
 
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5_text": {},
-    "qwen3_5_moe_text": {},
-    "qwen3_next": {},
+    "qwen3_5_moe_text": {"num_hidden_layers": 2},
+    "qwen3_next": {"num_hidden_layers": 2},
 }
 KEY_HEADS = 2
 VOCABULARY = 96

@@ -21,8 +21,8 @@ NUMBER_OF_EXPERTS = {"qwen3_moe": "num_experts", "deepseek_v3": "n_routed_expert
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of four layers."""
-    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
+    """A model of two layers."""
+    return save_tiny("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=2)
 
 
 def outside_of_lora(places: Counter[str]) -> Counter[str]:
@@ -109,7 +109,10 @@ def test_step_over_pages_is_the_same_for_any_adapters(stand_in: Any, llama: Path
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_mixtures_wait_as_rarely(stand_in: Any, kind: str, tmp_path: Path):
-    few, many = (save_tiny(kind, tmp_path / str(count), **{NUMBER_OF_EXPERTS[kind]: count}) for count in (8, 32))
+    few, many = (
+        save_tiny(kind, tmp_path / str(count), num_hidden_layers=2, **{NUMBER_OF_EXPERTS[kind]: count})
+        for count in (8, 32)
+    )
     case = Training(FEW, 3, "ppo")
     (first,), (second,) = (
         stand_in(programs.training_counts, folder, [case], dtype="bfloat16") for folder in (few, many)

@@ -67,7 +67,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             changes = {"final_logit_softcapping": 5.0} if kind == "gemma2" else {}
             changes |= {"logits_scaling": 2.0} if kind == "granite" else {}
             # Layers with wider heads, layers that read the keys of others, embeddings for each layer.
-            changes |= {"global_head_dim": 32, "num_kv_shared_layers": 2} if kind == "gemma4_text" else {}
+            shared = {"global_head_dim": 32, "num_kv_shared_layers": 2}
+            changes |= shared if kind == "gemma4_text" else {"num_hidden_layers": 2}
             folders[kind] = save_tiny(kind, tmp_path_factory.mktemp(kind), **changes)
         return folders[kind]
 

@@ -153,7 +153,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-VARIANTS = {"plain": ("llama", {}, 8), "windows": ("gemma3_text", {}, 16), "deterministic": ("llama", {}, 16)}
+TWO = {"num_hidden_layers": 2}
+VARIANTS = {"plain": ("llama", TWO, 8), "windows": ("gemma3_text", TWO, 16), "deterministic": ("llama", TWO, 16)}
 
 
 @pytest.mark.usefixtures("on_gpu")

@@ -32,7 +32,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def folder(kind: str) -> Path:
         if kind not in folders:
-            folders[kind] = save_tiny(kind, tmp_path_factory.mktemp(kind), kv_lora_rank=RANK)
+            folders[kind] = save_tiny(kind, tmp_path_factory.mktemp(kind), kv_lora_rank=RANK, num_hidden_layers=2)
         return folders[kind]
 
     return folder

@@ -43,7 +43,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def folder(kind: str) -> Path:
         if kind not in folders:
-            settings = {"sliding_window": None, "rope_parameters": dict(ROPE), **KINDS[kind]}
+            settings = {"num_hidden_layers": 2, "sliding_window": None, "rope_parameters": dict(ROPE), **KINDS[kind]}
             folders[kind] = save_tiny(kind, tmp_path_factory.mktemp(kind), **settings)
         return folders[kind]
 

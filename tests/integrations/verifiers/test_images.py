@@ -19,7 +19,11 @@ from tinsmith.rl.policy.tinker import TinkerTrainer
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
-pytest.importorskip("verifiers.v1")
+
+@pytest.fixture(scope="module", autouse=True)
+def needs_verifiers() -> None:
+    """Skips the module without the package, which takes seconds to import."""
+    pytest.importorskip("verifiers.v1")
 
 
 def squares(folder: Path, **args: Any) -> RunConfig:

@@ -27,7 +27,12 @@ from tinsmith.rl.types import Rollout
 from tinsmith.rl.workflows.base import WorkflowContext
 from tinsmith.service.app import create_app
 
-pytest.importorskip("verifiers.v1")
+
+@pytest.fixture(scope="module", autouse=True)
+def needs_verifiers() -> None:
+    """Skips the module without the package, which takes seconds to import."""
+    pytest.importorskip("verifiers.v1")
+
 
 PROPOSAL = json.dumps({"problem": "1 + 1?", "answer": 2})
 

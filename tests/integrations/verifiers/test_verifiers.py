@@ -21,11 +21,15 @@ from tinsmith.rl.types import Rollout, Task
 from tinsmith.rl.workflows.base import WorkflowContext
 from tinsmith.testing import END
 
-vf = pytest.importorskip("verifiers.v1")
-
 HERE = Path(__file__).parent
 GYM = str(Path(__file__).parents[3] / "examples" / "verifiers" / "gym_taskset.py")
 CALL = '<tool_call>\n{"name": "words_length", "arguments": {"word": "ant"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module", autouse=True)
+def needs_verifiers() -> None:
+    """Skips the module without the package, which takes seconds to import."""
+    pytest.importorskip("verifiers.v1")
 
 
 def package(name: str) -> str:

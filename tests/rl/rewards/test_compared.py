@@ -6,6 +6,7 @@ import asyncio
 import io
 import signal
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import psutil
@@ -30,7 +31,6 @@ POLICY = ScriptedSnapshot(("",), np.zeros(1), 0)
 SLOW = r"so it is \boxed{9^{9^{9^{9}}}}"
 """math-verify computes this number, or would."""
 COMPARE = "tinsmith.rl.scoring.mathematics:compare"
-GYM = ReasoningGym(dataset="basic_arithmetic", size=3).load()[1]
 
 
 async def pooled(reward: Reward, task: Task, *texts: str) -> list[Score]:
@@ -50,11 +50,20 @@ async def pooled(reward: Reward, task: Task, *texts: str) -> list[Score]:
         (MathVerify(), answer(r"\frac{1}{2}"), (r"Thus $x = 0.5$.", "it is 53", "")),
         (Math(), answer("so\n#### 72"), ("<think>a</think><answer>72</answer>", "72", "<answer>71</answer>", "")),
         (MathBoxed(think=True), answer(r"\boxed{72}"), (r"\boxed{144/2}", r"<think></think>\boxed{7}", "72")),
-        (ReasoningGymScore(tag="answer"), GYM, (f"<answer>{GYM.answer}</answer>", "<answer>x</answer>", GYM.answer)),
     ],
     ids=lambda value: value.title if isinstance(value, Reward) else "",
 )
 def test_scores_are_those_of_this_process(reward, task, texts):
+    assert_scored_as_here(reward, task, texts)
+
+
+def test_scores_of_reasoning_gym_are_those_of_this_process():
+    task = ReasoningGym(dataset="basic_arithmetic", size=3).load()[1]
+    texts = (f"<answer>{task.answer}</answer>", "<answer>x</answer>", task.answer)
+    assert_scored_as_here(ReasoningGymScore(tag="answer"), task, texts)
+
+
+def assert_scored_as_here(reward: Reward, task: Task, texts: Sequence[str]) -> None:
     scores = asyncio.run(pooled(reward, task, *texts))
     for score, text in zip(scores, texts, strict=True):
         here = reward.score(task, text)

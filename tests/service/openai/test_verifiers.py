@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,20 @@ from tinsmith.service.embedded import embedded
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-vf = pytest.importorskip("verifiers.v1")
-
 DUEL = Path(__file__).parents[2] / "integrations" / "verifiers" / "packages" / "duel.py"
 MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What is 39 + 13?"}]
 KEY_VARIABLE = "KEY_OF_THE_TEST_SERVER"
 LONG = 40_000  # tokens; the context has 32768
+
+
+@pytest.fixture(scope="module", autouse=True)
+def needs_verifiers() -> None:
+    """Skips the module without the package, which takes seconds to import."""
+    pytest.importorskip("verifiers.v1")
+
+
+def verifiers() -> Any:
+    return import_module("verifiers.v1")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +61,7 @@ def endpoint(served_small: Served, monkeypatch: pytest.MonkeyPatch) -> dict[str,
 @pytest.fixture
 def train_config(endpoint: dict[str, str], tokenizer_folder: Path) -> Any:
     options = {**endpoint, "renderer": {"name": "default"}, "renderer_model_name": str(tokenizer_folder)}
-    return vf.TrainClientConfig.model_validate(options)
+    return verifiers().TrainClientConfig.model_validate(options)
 
 
 def respond(config: Any, messages: list[dict[str, str]] = MESSAGES, **sampling: Any) -> Any:
@@ -63,7 +72,7 @@ def respond(config: Any, messages: list[dict[str, str]] = MESSAGES, **sampling: 
     async def ask() -> Any:
         client = resolve_client(config)
         try:
-            params = vf.SamplingConfig(**sampling)
+            params = verifiers().SamplingConfig(**sampling)
             body = ChatDialect().apply_overrides({"messages": messages}, "small", params)
             return await client.get_response(ChatDialect(), body, params, session_id="one")
         finally:
@@ -124,13 +133,13 @@ def test_prompt_beyond_max_model_len_never_reaches_the_engine(train_config: Any,
 def test_server_error_reaches_the_client_by_name(train_config: Any, endpoint: dict[str, str]):
     from verifiers.v1.errors import ProviderError
 
-    for config in (train_config, vf.EvalClientConfig(**endpoint)):
+    for config in (train_config, verifiers().EvalClientConfig(**endpoint)):
         with pytest.raises(ProviderError, match="min_p is not supported"):
             respond(config, max_tokens=4, min_p=0.1)
 
 
 def test_eval_client_relays_a_chat_completion(endpoint: dict[str, str]):
-    response = respond(vf.EvalClientConfig(**endpoint), max_tokens=9, temperature=0.5, seed=2, logprobs=True)
+    response = respond(verifiers().EvalClientConfig(**endpoint), max_tokens=9, temperature=0.5, seed=2, logprobs=True)
     assert (response.finish_reason, response.usage.completion_tokens) == ("length", 9)
     assert response.message.content
     assert len(response.raw["choices"][0]["logprobs"]["content"]) == 9
@@ -141,7 +150,7 @@ def test_eval_client_relays_a_stream(endpoint: dict[str, str]):
     from verifiers.v1.dialects import ChatDialect
 
     async def ask() -> bytes:
-        client = resolve_client(vf.EvalClientConfig(**endpoint))
+        client = resolve_client(verifiers().EvalClientConfig(**endpoint))
         body = {"model": "small", "messages": MESSAGES, "max_tokens": 6, "stream": True}
         reply = await client.relay(ChatDialect(), body)
         try:
@@ -156,14 +165,16 @@ def test_eval_client_relays_a_stream(endpoint: dict[str, str]):
 @pytest.mark.parametrize("kind", ["train", "eval"])
 def test_episode_of_an_environment(kind: str, train_config: Any, endpoint: dict[str, str]):
     """Two roles over three calls; with the train client every sampled token has a logprob."""
-    config = train_config if kind == "train" else vf.EvalClientConfig(**endpoint)
+    config = train_config if kind == "train" else verifiers().EvalClientConfig(**endpoint)
     loaded = environment.load(importable_name(str(DUEL)), {}, {}, environment.DIRECT)
 
     async def main() -> Any:
         async with loaded.serving():
             (slot,) = loaded.slots(next(iter(loaded.taskset)))
-            sampling = vf.SamplingConfig(max_tokens=7)
-            return await loaded.run_slot(slot, vf.ModelContext(model="small", client=config, sampling=sampling))
+            sampling = verifiers().SamplingConfig(max_tokens=7)
+            return await loaded.run_slot(
+                slot, verifiers().ModelContext(model="small", client=config, sampling=sampling)
+            )
 
     episode = asyncio.run(main())
     assert [error.message for trace in episode.traces for error in trace.errors] == []

@@ -18,7 +18,7 @@ from tinsmith.engine.torch_engine import TorchEngine
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
+    return save_tiny("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=2)
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,7 @@ def grouped_products() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("qwen3_moe", tmp_path_factory.mktemp("mixture"))
+    return save_tiny("qwen3_moe", tmp_path_factory.mktemp("mixture"), num_hidden_layers=2)
 
 
 async def trained(engine: TorchEngine) -> TorchEngine:
