@@ -23,7 +23,6 @@ from tinsmith.rl.workflows.scoring import scored
 from tinsmith.testing import ScriptedSnapshot
 
 GAME = answer('{"target": 6, "numbers": [1, 2, 3]}')
-GYM = ReasoningGym(dataset="basic_arithmetic", size=3).load()[1]
 
 
 def score(reward: Reward, task: Task, text: str, reply_of_judge: str = "") -> Score:
@@ -53,21 +52,34 @@ def score(reward: Reward, task: Task, text: str, reply_of_judge: str = "") -> Sc
         (Marked(), answer("52"), "#### 51", 1.0, None),
         (Format(pattern=".*"), answer("52"), "51", 1.0, None),
         (Overlong(max_tokens=2, margin=1), answer("52"), "51", 0.0, None),
-        (ReasoningGymScore(), GYM, GYM.answer, 1.0, True),
-        (ReasoningGymScore(), GYM, "none", 0.0, False),
-        (ReasoningGymScore(tag="a"), GYM, GYM.answer, 0.0, False),
     ],
     ids=lambda value: value.title if isinstance(value, Reward) else "",
 )
 def test_rewards_say_what_is_right(reward, task, text, value, correct):
+    assert_says(reward, task, text, value, correct)
+
+
+def assert_says(reward: Reward, task: Task, text: str, value: float, correct: bool | None) -> None:
     result = score(reward, task, text)
     assert result.value == pytest.approx(value)
     assert result.correct is correct
     assert reward.says_correct is (correct is not None)
 
 
-def test_partial_score_of_reasoning_gym_is_not_right():
-    result = ReasoningGymScore().grade(GYM, "", 0.99)
+@pytest.fixture(scope="module")
+def gym() -> Task:
+    """A task of reasoning-gym."""
+    return ReasoningGym(dataset="basic_arithmetic", size=3).load()[1]
+
+
+def test_reasoning_gym_says_what_is_right(gym):
+    assert_says(ReasoningGymScore(), gym, gym.answer, 1.0, True)
+    assert_says(ReasoningGymScore(), gym, "none", 0.0, False)
+    assert_says(ReasoningGymScore(tag="a"), gym, gym.answer, 0.0, False)
+
+
+def test_partial_score_of_reasoning_gym_is_not_right(gym):
+    result = ReasoningGymScore().grade(gym, "", 0.99)
     assert (result.value, result.correct) == (0.99, False)
 
 
