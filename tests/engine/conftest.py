@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -94,39 +93,51 @@ def adapter_of(
     return adapter
 
 
+class Oracles:
+    """The oracles of adapters of `adapter_of`. PEFT takes long to load one, so tests give them back."""
+
+    def __init__(self, load: Callable[..., Any]) -> None:
+        self._load = load
+        self._free: dict[Any, list[Any]] = {}
+
+    def take(self, kind: str, lora: LoraSpec | None) -> Any:
+        """One as it was loaded, which no other test has."""
+        free = self._free.setdefault((kind, lora), [])
+        return free.pop() if free else self._load(kind, lora)
+
+    def give_back(self, kind: str, lora: LoraSpec | None, oracle: Any) -> None:
+        oracle.reset()
+        self._free[kind, lora].append(oracle)
+
+
 @pytest.fixture(scope="session")
-def oracle_of(tiny: Callable[[str], Path], adapter_of: Callable[..., Path]) -> Callable[..., Any]:
-    """The oracle of an adapter of `adapter_of`: a copy of one that PEFT loads once, which takes longer."""
+def oracles(tiny: Callable[[str], Path], adapter_of: Callable[..., Path]) -> Oracles:
+    """The oracles of the tests of a process."""
     from tests.engine.reference import Reference
 
-    made: dict[Any, Reference] = {}
-
-    def oracle(kind: str, lora: LoraSpec | None) -> Reference:
-        if (kind, lora) not in made:
-            made[kind, lora] = Reference(tiny(kind), adapter_of(kind, lora))
-        return deepcopy(made[kind, lora])
-
-    return oracle
+    return Oracles(lambda kind, lora: Reference(tiny(kind), adapter_of(kind, lora)))
 
 
 @pytest.fixture
 def pair(
     engine_of: Callable[..., Any],
-    oracle_of: Callable[..., Any],
+    oracles: Oracles,
     adapter_of: Callable[..., Path],
     wait: Wait,
     model_id: str,
 ) -> Iterator[Callable[..., Any]]:
     """The same adapter as a model of the engine and in the oracle: returns engine, model id, oracle."""
-    opened: list[tuple[Any, str]] = []
+    opened: list[tuple[Any, str, tuple[Any, ...]]] = []
 
     def make(kind: str = "llama", lora: LoraSpec | None = None, **settings: Any) -> Any:
         folder, engine = adapter_of(kind, lora), engine_of(kind, **settings)
         name = f"{model_id}-{len(opened)}"
         wait(engine.load(name, folder, optimizer=False))
-        opened.append((engine, name))
-        return engine, name, oracle_of(kind, lora)
+        oracle = oracles.take(kind, lora)
+        opened.append((engine, name, (kind, lora, oracle)))
+        return engine, name, oracle
 
     yield make
-    for engine, name in opened:
+    for engine, name, taken in opened:
         wait(engine.drop(name))
+        oracles.give_back(*taken)

@@ -76,6 +76,14 @@ class Reference:
             self.model = PeftModel.from_pretrained(plain_model(base, dtype, **options), adapter, is_trainable=True)
         self.parameters = _trainable(self.model)
         self.optimizer: torch.optim.AdamW | None = None
+        self._loaded = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    def reset(self) -> None:
+        """Be again as it was loaded."""
+        self.optimizer = None
+        for name, parameter in self.parameters.items():
+            parameter.data.copy_(self._loaded[name])
+            parameter.grad = None
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """[N, V] of one sequence."""
