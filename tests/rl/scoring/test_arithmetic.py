@@ -51,7 +51,7 @@ def random_expression(generator: random.Random, depth: int, spellings: dict[str,
 
 def test_expressions_equal_python():
     generator, without_value = random.Random(1), 0
-    for number in range(40_000):
+    for number in range(20_000):
         text = random_expression(generator, number % 3, SPELLINGS)
         expected, result = by_python(text), evaluate(text)
         without_value += expected is None
