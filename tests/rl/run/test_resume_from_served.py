@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,15 +105,16 @@ def rollouts(folder: Path, step: int) -> list[dict[str, Any]]:
 def test_run_that_went_back_equals_an_uninterrupted_one(engine, request, tmp_path):
     """6 steps = 3 + 3 = 4, back to 3, then to 6 = the last 3 in a new folder, from the path alone; Adam included."""
     address: Address = request.getfixturevalue(engine)
+    configured = partial(settings, group_size=8)  # in a smaller group, all replies may have one reward
     whole, resumed, reset, new = (tmp_path / name for name in ("whole", "resumed", "reset", "new"))
-    run(address, settings(whole))
-    run(address, settings(resumed, steps=3))
-    run(address, settings(resumed))
-    run(address, settings(reset, steps=4))
-    _, shown = run(address, settings(reset, resume_from=checkpoint(reset, 3)))
+    run(address, configured(whole))
+    run(address, configured(resumed, steps=3))
+    run(address, configured(resumed))
+    run(address, configured(reset, steps=4))
+    _, shown = run(address, configured(reset, resume_from=checkpoint(reset, 3)))
     assert "resume_from: step 3, tinker://" in shown
     assert "exact, by its state file" in shown
-    _, shown = run(address, settings(new, resume_from=checkpoint(whole, 3)))
+    _, shown = run(address, configured(new, resume_from=checkpoint(whole, 3)))
     assert "exact, by the state that the server stores with it\n" in shown
     training = {row["step"]: row for row in rows(whole) if "optim/lr" in row}
     assert sum("optim/skipped" not in training[step] for step in (4, 5, 6)) >= 2
