@@ -99,6 +99,7 @@ CASES: dict[str, Case] = {
     "all_wrong": case("5 6 7", steps=8),
     "all_right": case("4 4.0", steps=8),
     "one_reward": case(rewards=PAYS_FORM, replies="4 5 6", steps=8),
+    "same_format": case(rewards=[{"type": "format", "pattern": ".*"}], replies="4 5 6", steps=8),
     "greedy": case(sampling={"temperature": 0}, steps=6, algorithm={"old_logprobs": "recomputed"}),
     "single_replies": case(group_size=2, replies=" ".join(["4", *map(str, range(100, 130))]), steps=20),
     "cut": case("it_is_4_I_think it_is_5_I_think", sampling={"max_tokens": 4}, steps=8),

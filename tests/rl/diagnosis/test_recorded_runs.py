@@ -22,6 +22,7 @@ SICK: dict[str, dict[str, str]] = {
     },
     "all_right": {"no_update": "Use harder tasks in tasks.train"},
     "one_reward": {"no_update": "every reply to a task got the same reward (mean reward 0). Set group_size: 8"},
+    "same_format": {"no_update": "every reply to a task got the same reward (mean reward 1). Set group_size: 8"},
     "greedy": {"no_update": "Set sampling.temperature: 1. At 0 all"},
     "single_replies": {
         "few_updates": "Only 6 of 20 steps updated the weights: in 14 of the others, every reply was wrong"
@@ -30,7 +31,7 @@ SICK: dict[str, dict[str, str]] = {
         "no_update": "100 % of the replies were cut off at sampling.max_tokens 4 (mean reward 0). Set sampling.max_tok"
     },
     "right_and_cut": {
-        "no_update": "every reply was right, so there was nothing to compare, and 100 % of the replies were"
+        "no_update": "every reply was right (mean reward 1), so there was nothing to compare, and 100 % of the replies"
     },
     "format_right_and_cut": {
         "no_update": "were cut off at sampling.max_tokens 3. Set sampling.max_tokens: 8. If whole"
@@ -56,6 +57,9 @@ SICK: dict[str, dict[str, str]] = {
     "smol_high": {
         "learning_rate_high": "rate is 3, and the reward has not risen. Nothing learned: eval/pass@1 is 0 after "
         "training, and the best constant answer has 0.0938. Set optimizer.learning_rate: 0.0003. Then start again.",
+    },
+    "smol_few_steps": {
+        "learning_rate_high": "learning rate is 3, and the reward has not risen. Set optimizer.learning_rate: 0.0003."
     },
     "smol_rate_high": {
         "equal_replies": "100 % of the replies to different held-out tasks are the same text (42 % at first): the "

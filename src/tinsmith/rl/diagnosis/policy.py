@@ -142,10 +142,9 @@ def _learning_rate(evidence: Evidence) -> Iterator[Finding]:
     """A learning rate out of the usual range, in a run that does not improve."""
     rates, rewards = evidence.curve("optim/lr"), evidence.curve("reward/mean")
     is_good = evidence.improves or evidence.is_settled or evidence.solved
-    if len(rewards) < thresholds.TREND_STEPS.value or is_good:
-        return
     rate = max(rates, default=0.0) if evidence.curve("optim/grad_norm") else 0.0  # 0: no update was made
-    if not rate:
+    least = evidence.least_steps if rate >= thresholds.RATE_DESTROYS.value else thresholds.TREND_STEPS.value
+    if not rate or is_good or len(rewards) < least:
         return
     if rate < thresholds.RATE_LOW.value:
         yield Finding(
@@ -164,7 +163,14 @@ def _learning_rate(evidence: Evidence) -> Iterator[Finding]:
             sentence=f"The learning rate is {number(rate)}, and the reward has not risen.",
             change=lower_rate(evidence, 10, "Then start again."),
             metric="optim/lr",
-            explains=(*_OF_NO_SIGNAL, "entropy_collapse", "reward_falls", "lengths_shrink", "far_from_reference"),
+            explains=(
+                *_OF_NO_SIGNAL,
+                "entropy_collapse",
+                "reward_falls",
+                "lengths_shrink",
+                "far_from_reference",
+                "cut_off",
+            ),
         )
 
 

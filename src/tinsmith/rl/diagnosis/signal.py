@@ -93,7 +93,7 @@ def _reason(evidence: Evidence, row: Mapping[str, Any]) -> Reason:
         return unfinished
     if finite(row.get("groups/constant")) < 1:
         return Reason.FILTERED if finite(row.get("filters/dropped")) >= 1 else Reason.OTHER
-    if right >= thresholds.SOLVED.value:
+    if finite(row.get("groups/all_right")) >= thresholds.SOLVED.value:
         return Reason.ALL_RIGHT
     if finite(row.get("groups/equal")) >= 1:
         return Reason.EQUAL_REPLIES
@@ -194,16 +194,16 @@ def _explained(evidence: Evidence, reason: Reason) -> str:
     mean = "" if reward is None else f" (mean reward {number(reward)})"
     cut, limit = evidence.recent("rollouts/cut") or 0.0, evidence.number("sampling.max_tokens")
     cut_off = f"{percent(cut)} of the replies were cut off at sampling.max_tokens {limit:.0f}"
-    all_right = "every reply was right, so there was nothing to compare"
     match reason:
-        case Reason.ALL_RIGHT | Reason.RIGHT_AND_CUT_OFF:
-            return all_right if reason == Reason.ALL_RIGHT else f"{all_right}, and {cut_off}"
+        case Reason.ALL_RIGHT:
+            return "every reply was right, so there was nothing to compare"
         case Reason.ALL_WRONG:
             return f"every reply was wrong{mean}, so there was nothing to compare"
         case Reason.EQUAL_REPLIES:
             return "the replies to a task were all the same text"
-        case Reason.CUT_OFF:
-            return f"{cut_off}{mean}"
+        case Reason.CUT_OFF | Reason.RIGHT_AND_CUT_OFF:
+            right = f"every reply was right{mean}, so there was nothing to compare, and {cut_off}"
+            return f"{cut_off}{mean}" if reason == Reason.CUT_OFF else right
         case Reason.MAX_TURNS:
             turns = evidence.recent_of(evidence.max_turns) or 0.0
             return f"{percent(turns)} of the rollouts ended at the largest number of turns{mean}"
@@ -231,7 +231,7 @@ def _change(evidence: Evidence, reason: Reason) -> Change:
     match reason:
         case Reason.CUT_OFF | Reason.RIGHT_AND_CUT_OFF:
             longer = up(2 * evidence.number("sampling.max_tokens", 128))
-            harder = "If whole replies are all right too, use harder tasks in tasks.train."
+            harder = "If whole replies are all right too, use harder tasks in tasks.train, or a graded reward."
             advice = harder if reason == Reason.RIGHT_AND_CUT_OFF else ""
             return Change(setting="sampling.max_tokens", value=longer, advice=advice)
         case Reason.MAX_TURNS:

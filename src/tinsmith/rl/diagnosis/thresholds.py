@@ -58,6 +58,7 @@ RATE_USUAL = Threshold(
     3e-4, "learning rate up to which a policy that is too sure needs an entropy bonus, not a lower rate"
 )
 RATE_HIGH = Threshold(5e-3, "learning rate of Adam with LoRA: above, a few steps can destroy the policy")
+RATE_DESTROYS = Threshold(1.0, "learning rate of which a few steps show what it does: one can make every reply garbage")
 GAIN = Threshold(2.0, "standard errors between the first and the last steps: smaller changes are noise")
 RISE = Threshold(0.1, "rise of the reward, in standard deviations of single rewards, that held-out tasks should show")
 FALL = Threshold(0.3, "fall of the reward from its best, as a share of its range: more than noise of a few steps")
