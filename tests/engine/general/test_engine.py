@@ -44,7 +44,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
     def folder(kind: str) -> Path:
         if kind not in made:
-            layers = {"num_hidden_layers": 2} if kind in ("llama", "qwen3_5_text") else {}
+            layers = {"num_hidden_layers": 2} if kind == "llama" else {}
             made[kind] = save_tiny(kind, tmp_path_factory.mktemp(kind), **layers)
         return made[kind]
 
