@@ -127,6 +127,13 @@ def test_a_setting_is_changed_once_at_any_time(name):
         assert len({change.setting or change.text for change in changes}) == len(changes)
 
 
+def test_a_reward_in_use_is_not_recommended():
+    settings, rows = run("all_wrong")
+    assert "such as rewards: [{type: closeness}]" in diagnose(settings, rows).findings[0].text
+    advice = diagnose({**settings, "rewards": [{"type": "closeness"}]}, rows).findings[0].text
+    assert "to replies that are no bare number" in advice
+
+
 def test_what_a_cause_explains_is_named():
     finding = diagnose(*run("cut")).findings[0]
     assert (finding.severity, finding.explains) == ("error", ("cut_off",))

@@ -234,6 +234,11 @@ def _change(evidence: Evidence, reason: Reason) -> Change:
             harder = "If whole replies are all right too, use harder tasks in tasks.train, or a graded reward."
             advice = harder if reason == Reason.RIGHT_AND_CUT_OFF else ""
             return Change(setting="sampling.max_tokens", value=longer, advice=advice)
+        case Reason.ALL_WRONG if "closeness" in str(evidence.setting("rewards")):
+            return Change(
+                advice="Give partial credit to replies that are no bare number, which is all that closeness reads, or "
+                "let a stage with algorithm.type: sft come first."
+            )
         case Reason.MAX_TURNS:
             return more_turns(evidence)
         case Reason.EQUAL_REPLIES:
