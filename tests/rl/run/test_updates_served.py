@@ -68,9 +68,9 @@ def test_streamed_gradient_equals_that_of_the_batch(served, loss):
     expected, expected_logprobs, version = trained(served, whole)
     numbers, logprobs, streamed_version = trained(served, in_parts)
     assert (version, streamed_version) == (1, 1)
-    # Of importance sampling on its own replies: the gradients of a group nearly cancel out, their rounding does not.
-    assert numbers["optim/grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
-    assert numbers["optim/loss"] == pytest.approx(expected["loss:sum"], rel=1e-5)
+    assert numbers["optim/grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    # The losses of a group nearly cancel out where its advantages do; the rounding of their logprobs does not.
+    assert numbers["optim/loss"] == pytest.approx(expected["loss:sum"], rel=1e-5, abs=1e-6)
     for theirs, ours in zip(expected_logprobs, logprobs, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
