@@ -57,7 +57,7 @@ def test_chat_returns_token_ids_and_logprobs(ai: openai.OpenAI, tokenizer: Any):
         model="tiny",
         messages=HI,
         max_tokens=12,
-        seed=3,
+        seed=4,
         n=2,
         logprobs=True,
         top_logprobs=3,
