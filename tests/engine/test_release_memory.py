@@ -31,7 +31,6 @@ async def sampled(engine: Any, requests: Sequence[SampleRequest]) -> list[Sample
     return await gather(*map(engine.sample, requests))
 
 
-@pytest.mark.usefixtures("forked_programs")
 def test_caches_are_given_back(tiny_llama: Path, wait: Any) -> None:
     """To break it: leave out `shrink` or `trim` in `TorchEngine.release_memory`."""
     config = EngineConfig(
