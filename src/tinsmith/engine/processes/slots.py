@@ -31,10 +31,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
-CHILD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-"""OpenMP threads sleep while they wait for each other. By default they spin, which made decoding 6 to 10 times slower
-when another process (a training loop, a browser) kept as many cores busy. Memory of a GPU is in segments that grow,
-because each pass has another size and would leave gaps in fixed ones."""
+CHILD_ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "passive",
+    "GOMP_SPINCOUNT": "5000",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
+"""OpenMP threads that wait for each other look 5,000 times, a third of a millisecond, and then sleep. Asleep at once,
+a second thread gains nothing in decoding, whose operations are short; by default they look without end, which made
+decoding 6 to 10 times slower when another process (a training loop, a browser) kept as many cores busy
+(benchmarks/NOTES.md). Memory of a GPU is in segments that grow, because each pass has another size and would leave gaps
+in fixed ones."""
 START_S = 60.0
 """Time for a process to report its port: Python starts, and imports the module."""
 LOOPBACK = "127.0.0.1"

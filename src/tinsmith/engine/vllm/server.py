@@ -143,7 +143,7 @@ def _memory_options(config: VllmConfig, card: ModelCard) -> tuple[str, ...]:
 def environment_of(config: VllmConfig, card: ModelCard, threads: int) -> dict[str, str]:
     """Environment of vLLM: variables that are already set win, except for devices and threads set in our settings."""
     defaults = {
-        "OMP_WAIT_POLICY": "passive",
+        **{name: CHILD_ENVIRONMENT[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")},
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENGINE_READY_TIMEOUT_S": f"{START_TIMEOUT_S:.0f}",  # vLLM's default gives up after 600 s
     }
