@@ -2,7 +2,8 @@
 
 import os
 
-# As the service's engines run, and before torch is imported: threads that wait look for a third of a millisecond and
-# then sleep.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+from tinsmith.engine.processes.slots import WAITING_THREADS
+
+# As the service's engines run, and before torch is imported.
+for name, value in WAITING_THREADS.items():
+    os.environ.setdefault(name, value)

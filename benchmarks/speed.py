@@ -97,10 +97,10 @@ def _dtype(arguments: argparse.Namespace) -> str:
     import torch
     from transformers import AutoConfig
 
-    from tinsmith.engine.model import loading, sources
+    from tinsmith.engine.model import loading, precision, sources
 
     settings = AutoConfig.from_pretrained(sources.locate(arguments.model).folder)
-    return str(loading.dtype_of("auto", torch.device("cpu"), settings)).removeprefix("torch.")
+    return precision.dtype_name(loading.dtype_of("auto", torch.device("cpu"), settings))
 
 
 def _apart(part: str, arguments: argparse.Namespace) -> list[Line] | None:

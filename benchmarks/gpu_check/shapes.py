@@ -23,6 +23,7 @@ from transformers import (
 from benchmarks.comparison import Setting
 from benchmarks.engine_driver import EngineDriver
 from tinsmith.engine.model import loading
+from tinsmith.engine.model.precision import dtype_name
 
 FEW_LAYERS = 4
 """Layers of the models that are compared in float32."""
@@ -104,7 +105,7 @@ class Size:
     ) -> EngineDriver:
         """An engine with such a model on the fast path; raises Unsupported if the fast path refuses it."""
         base = loading.prepare(self.model(name, dtype, layers), _tokenizer(), name, name)
-        setting = Setting(folder=Path(name), threads=0, turns=0, dtype=str(dtype).removeprefix("torch."))
+        setting = Setting(folder=Path(name), threads=0, turns=0, dtype=dtype_name(dtype))
         return EngineDriver(setting, base, device=self.device, **options)
 
 

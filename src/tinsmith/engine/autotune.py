@@ -39,9 +39,6 @@ log = logging.getLogger(__name__)
 
 REORDER_MEMORY_SHARE = 4
 """Reordered weights may take one part in this many of the free memory."""
-REORDERED_FLOAT32 = 100_000
-"""Elements of the smallest float32 matrix that is reordered: the library needs 20 microseconds for any product, most of
-the time of one with a smaller matrix."""
 
 ACTIVATION_MEMORY_SHARE = 4
 """A micro-batch's activations may take one part in this many of the free memory. Rows of twice its tokens run without
@@ -74,9 +71,10 @@ def reorder_weights(base: BaseModel, free: int) -> None:
     reordered = not wide or torch.backends.cpu.get_cpu_capability() == "AVX512"
     matrices = [module.frozen for module in base.model.modules() if isinstance(module, linear.LoraLinear)]
     if wide:
-        matrices = [matrix for matrix in matrices if matrix.shape.numel() >= REORDERED_FLOAT32]
-    size = sum(matrix.shape.numel() * matrix.dtype.itemsize for matrix in matrices)
-    if (reordered + wide / 2) * size * REORDER_MEMORY_SHARE > free:
+        matrices = [matrix for matrix in matrices if matrix.shape.numel() >= matmul.LARGE_FLOAT32]
+    # Reordering makes two matrices of one; float16 takes half of a float32 matrix.
+    bytes_of_a_weight = (base.dtype.itemsize if reordered else 0) + (torch.float16.itemsize if wide else 0)
+    if bytes_of_a_weight * sum(matrix.shape.numel() for matrix in matrices) * REORDER_MEMORY_SHARE > free:
         return
     matmul.pack_float16(matrix for matrix in matrices if isinstance(matrix, matmul.FrozenLinear))
     for matrix in matrices if reordered else ():

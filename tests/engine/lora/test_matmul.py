@@ -9,7 +9,7 @@ import torch
 
 from tinsmith.engine import autotune
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.lora import linear
+from tinsmith.engine.lora import linear, matmul
 from tinsmith.engine.lora.matmul import FrozenLinear, pack_float16
 from tinsmith.engine.model import loading
 
@@ -46,7 +46,7 @@ def test_weights_are_reordered_if_memory_allows(tiny_llama: Path, monkeypatch: p
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     autotune.reorder_weights(base, autotune.REORDER_MEMORY_SHARE * size)
     assert not any(matrix.reordered for matrix in matrices)  # small float32 matrices too
-    monkeypatch.setattr(autotune, "REORDERED_FLOAT32", 0)
+    monkeypatch.setattr(matmul, "LARGE_FLOAT32", 0)
     autotune.reorder_weights(base, autotune.REORDER_MEMORY_SHARE * size - 1)
     assert not any(matrix.reordered for matrix in matrices)
     autotune.reorder_weights(base, autotune.REORDER_MEMORY_SHARE * size)

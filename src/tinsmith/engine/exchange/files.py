@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tinsmith.engine.exchange.archive import WEIGHTS
 from tinsmith.engine.lora.saved_spec import PREFIX
+from tinsmith.engine.model.precision import dtype_name
 from tinsmith.errors import ConfigError, Unsupported
 from tinsmith.plurals import counted
 
@@ -134,7 +135,7 @@ def _as_float32(tensor: Tensor, key: str, folder: Path) -> Tensor:
     finite."""
     if not tensor.dtype.is_floating_point:
         raise ConfigError(
-            f"{key} in {folder} is stored as {str(tensor.dtype).removeprefix('torch.')}.",
+            f"{key} in {folder} is stored as {dtype_name(tensor.dtype)}.",
             "Save the adapter in a floating type: float32, bfloat16, float16.",
         )
     wide = tensor.float()

@@ -25,8 +25,9 @@ LAYOUT_ROWS = 128
 FLOAT16_ROWS = 16
 """Products of up to this many rows read the float16 copy."""
 
-FLOAT16_WEIGHTS = 100_000
-"""Of the smallest matrix that is packed: smaller ones stay in the processor's cache."""
+LARGE_FLOAT32 = 100_000
+"""Weights of the smallest float32 matrix that is reordered or packed: smaller ones stay in the processor's cache, and
+oneDNN needs 20 microseconds for any product, most of the time of one with such a matrix."""
 
 FLOAT16_ERROR = 2.0**-24
 """The norm of the rounding errors of float16 may be this part of a matrix's own norm: float32 products round as
@@ -69,7 +70,7 @@ class FrozenLinear:
 
     def fits_float16(self) -> bool:
         """Whether products of few rows gain from a float16 copy, and it represents the matrix."""
-        large = self.device.type == "cpu" and self.shape.numel() >= FLOAT16_WEIGHTS
+        large = self.device.type == "cpu" and self.shape.numel() >= LARGE_FLOAT32
         return large and self.dtype == torch.float32 and not self.reordered and _is_float16(self._weight)
 
     def keep_float16(self) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tinsmith.engine.images.tower import without_weights
 from tinsmith.engine.model import quantization
 from tinsmith.engine.model.memory import free_bytes
+from tinsmith.engine.model.precision import dtype_name
 from tinsmith.errors import ConfigError
 
 NF4_BITS = 4.5
@@ -83,7 +84,7 @@ def check(
     needed = footprint(config, dtype, device, four_bit=four_bit, with_tower=with_tower)
     if needed.peak <= free:
         return needed
-    name = f"{str(dtype).removeprefix('torch.')}{' with 4-bit projections' if four_bit else ''}"
+    name = f"{dtype_name(dtype)}{' with 4-bit projections' if four_bit else ''}"
     place = "this GPU" if device.type == "cuda" else "this machine"
     raise ConfigError(
         f"{source} does not fit: its weights in {name} take {needed.weights / GB:.1f} GB and loading takes "

@@ -92,7 +92,7 @@ def read(config: EngineConfig) -> LoadedModel:
         vision = None
         if auto is AutoModelForImageTextToText:
             model, vision = tower.detach(model, processor)
-    chosen = config.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
+    chosen = config.model_copy(update={"dtype": precision.dtype_name(dtype)})
     checks = checks_of(chosen, Path(located.folder)) if device.type == "cpu" else None
     return LoadedModel(model, tokenizer, config.source, located.tokenizer, vision if processor else None, checks)
 
@@ -192,7 +192,7 @@ def card_of(source: str, tokenizer_source: str, model: PreTrainedModel, tokenize
         context_limit=context_limit,
         original_context=support.original_context(model.config),
         eos_token_ids=tuple(sorted(ids)),
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=precision.dtype_name(model.dtype),
         device=str(model.device),
         weight_bytes=sum(parameter.nbytes for parameter in model.parameters()),
     )

@@ -33,6 +33,11 @@ def set_matmul_precision(dtype: torch.dtype) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that settings and cards give a data type, such as float32."""
+    return str(dtype).removeprefix("torch.")
+
+
 def cpu_bfloat16(root: Path = Path("/")) -> Bfloat16:
     """How this machine's CPU multiplies bfloat16, by its instructions. Nothing is timed: results must not depend on the
     machine's load.

@@ -31,16 +31,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
-CHILD_ENVIRONMENT = {
-    "OMP_WAIT_POLICY": "passive",
-    "GOMP_SPINCOUNT": "5000",
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-}
-"""OpenMP threads that wait for each other look 5,000 times, a third of a millisecond, and then sleep. Asleep at once,
-a second thread gains nothing in decoding, whose operations are short; by default they look without end, which made
-decoding 6 to 10 times slower when another process (a training loop, a browser) kept as many cores busy
-(benchmarks/NOTES.md). Memory of a GPU is in segments that grow, because each pass has another size and would leave gaps
-in fixed ones."""
+WAITING_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "5000"}
+"""OpenMP threads that wait for each other spin 5,000 times, about a tenth of a millisecond, and then sleep. If they
+sleep at once, a second thread gains nothing in decoding, whose operations are short; by default they spin without end,
+which made decoding 6 to 10 times slower when another process (a training loop, a browser) kept as many cores busy
+(benchmarks/NOTES.md)."""
+CHILD_ENVIRONMENT = {**WAITING_THREADS, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+"""Memory of a GPU is in segments that grow, because each pass has another size and would leave gaps in fixed ones."""
 START_S = 60.0
 """Time for a process to report its port: Python starts, and imports the module."""
 LOOPBACK = "127.0.0.1"

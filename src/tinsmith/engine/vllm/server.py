@@ -28,7 +28,7 @@ from tinsmith.engine.base import ModelCard
 from tinsmith.engine.memory_plan import VLLM_ALONE_SHARE
 from tinsmith.engine.process_end import ProcessEnd, process_end
 from tinsmith.engine.processes.heartbeat import Wait, first_overdue, followers_seconds
-from tinsmith.engine.processes.slots import CHILD_ENVIRONMENT
+from tinsmith.engine.processes.slots import CHILD_ENVIRONMENT, WAITING_THREADS
 from tinsmith.engine.processes.supervisor import start_until_up
 from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError, EngineDied, EngineError, PortTakenError, TinsmithError, Unsupported
@@ -143,7 +143,7 @@ def _memory_options(config: VllmConfig, card: ModelCard) -> tuple[str, ...]:
 def environment_of(config: VllmConfig, card: ModelCard, threads: int) -> dict[str, str]:
     """Environment of vLLM: variables that are already set win, except for devices and threads set in our settings."""
     defaults = {
-        **{name: CHILD_ENVIRONMENT[name] for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")},
+        **WAITING_THREADS,
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENGINE_READY_TIMEOUT_S": f"{START_TIMEOUT_S:.0f}",  # vLLM's default gives up after 600 s
     }

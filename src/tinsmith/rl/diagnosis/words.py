@@ -45,7 +45,7 @@ def more_turns(evidence: Evidence) -> Change:
 
 def lower_rate(evidence: Evidence, factor: float, then: str = "") -> Change:
     """The change to a learning rate that is smaller by `factor`, and what to do `then`."""
-    rate = max([evidence.number("optimizer.learning_rate"), *evidence.curve("optim/lr")])
+    rate = max([evidence.number(RATE), *evidence.curve("optim/lr")])
     lower = thresholds.RATE_USUAL.value if rate > thresholds.RATE_HIGH.value else rate / factor
     if not rate:
         return Change(setting=RATE, advice=f"Lower {RATE}. {then}".rstrip())

@@ -39,7 +39,6 @@ class Signer:
         self._secret = secret
         self._claims: OrderedDict[str, dict[str, Any]] = OrderedDict()
         """Claims of the access tokens that were read last."""
-        self._fingerprints: dict[str, str] = {}
 
     def issue_token(self, owner: str, key: int, binding: str) -> str:
         """An access token for a key, which must still be valid when the token is used. `whoami` shows its claims."""
@@ -71,9 +70,7 @@ class Signer:
 
     def fingerprint(self, key: str) -> str:
         """A digest that identifies a key and reveals nothing about it without the secret."""
-        if key not in self._fingerprints:
-            self._fingerprints[key] = self._mac(f"key\n{key}")[:16]
-        return self._fingerprints[key]
+        return self._mac(f"key\n{key}")[:16]
 
     def link(self, path: str, expires: int) -> str:
         """Query string with which `path` can be fetched without a key until `expires`."""
