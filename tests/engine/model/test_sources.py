@@ -8,8 +8,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import gguf
 import httpx
 import huggingface_hub
+import numpy as np
 import pytest
 import torch
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -31,6 +33,19 @@ def model(tiny_llama: Path, tmp_path: Path) -> Path:
 def half(file: Path) -> None:
     """Truncate the file, as an interrupted download does."""
     os.truncate(file, file.stat().st_size // 2)
+
+
+def write_gguf(file: Path, kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32) -> None:
+    """A GGUF file with three tokens and a matrix."""
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_token_list(["a", "é", "<s>"])
+    writer.add_tensor("norm", np.ones(32, np.float32))
+    matrix = np.arange(64, dtype=np.float32).reshape(2, 32)
+    writer.add_tensor("matrix", gguf.quantize(matrix, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
@@ -72,7 +87,7 @@ def test_each_gguf_file_is_converted_once(tiny_llama: Path, tmp_path: Path, monk
     files = [tmp_path / name / "model.gguf" for name in ("a", "b")]
     for file in files:
         file.parent.mkdir()
-        file.write_bytes(b"GGUF")
+        write_gguf(file)
     folders = [sources.locate(str(file)).folder for file in (*files, *files)]
     assert folders[:2] == folders[2:]
     assert folders[0] != folders[1]
@@ -145,3 +160,23 @@ def test_failed_downloads_say_what_is_wrong(monkeypatch: pytest.MonkeyPatch, fai
         sources.locate("no/such")
     assert message in str(error.value)
     assert "paragraph" not in str(error.value)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F32", "float32"), ("BF16", "bfloat16"), ("Q4_1", "float16")])
+def test_converted_matrices_have_the_bits_of_the_file(kind: str, dtype: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", gguf.GGMLQuantizationType[kind])
+    assert sources._dtype_of(tmp_path / "model.gguf") == getattr(torch, dtype)
+
+
+def test_shared_reader_reads_what_the_package_reads(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf")
+    theirs = gguf.GGUFReader(tmp_path / "model.gguf")
+    with sources._read_once():
+        ours = gguf.GGUFReader(tmp_path / "model.gguf")
+        assert gguf.GGUFReader(tmp_path / "model.gguf") is ours
+
+    assert gguf.GGUFReader is type(theirs)
+    assert {name: field.contents() for name, field in ours.fields.items()} == {
+        name: field.contents() for name, field in theirs.fields.items()
+    }
+    assert np.array_equal(ours.tensors[0].data, theirs.tensors[0].data)

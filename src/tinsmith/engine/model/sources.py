@@ -16,9 +16,13 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import gguf
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -132,13 +136,13 @@ def _fingerprint(file: Path) -> str:
     return hashlib.sha256(f"{file} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
 
 
-def _convert_gguf(gguf: Path, name: str) -> Path:
+def _convert_gguf(file: Path, name: str) -> Path:
     """Convert a GGUF file to a transformers folder, once; its tokenizer is checked by a round trip."""
     folder = cache_folder() / name
     if folder.is_dir():
         return folder
     with _first(folder):
-        return folder if folder.is_dir() else _write_converted(gguf, folder)
+        return folder if folder.is_dir() else _write_converted(file, folder)
 
 
 @contextmanager
@@ -162,19 +166,50 @@ def _first(folder: Path) -> Iterator[None]:
         file.unlink(missing_ok=True)
 
 
-def _write_converted(gguf: Path, folder: Path) -> Path:
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    with load_errors(str(gguf)):
-        loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+class _Reader(gguf.GGUFReader):
+    """Reads a plain array. A vocabulary takes a million slices, and those of a memory map take three times as long."""
+
+    @property
+    def data(self) -> np.ndarray:
+        return self._data
+
+    @data.setter
+    def data(self, mapped: np.ndarray) -> None:
+        self._data = mapped.view(np.ndarray)
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """transformers reads a GGUF file for each of config, weights and tokenizer, and makes a table of all names for each
+    module; here both are made once."""
+    names = cache(gguf.get_tensor_name_map)
+    with patch.multiple(gguf, GGUFReader=cache(_Reader), get_tensor_name_map=names):
+        yield
+
+
+def _dtype_of(file: Path) -> torch.dtype:
+    """The dtype for the matrices of a GGUF file. Where they are quantized, float16 rounds far less than that did, and
+    products of few rows can read it (`matmul.pack_float16`)."""
+    kinds = {tensor.tensor_type for tensor in gguf.GGUFReader(file).tensors if len(tensor.shape) > 1}
+    if gguf.GGMLQuantizationType.F32 in kinds:
+        return torch.float32
+    return torch.bfloat16 if gguf.GGMLQuantizationType.BF16 in kinds else torch.float16
+
+
+def _write_converted(file: Path, folder: Path) -> Path:
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    with load_errors(str(file)), _read_once():
+        dtype = _dtype_of(file)
+        loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).to(dtype)
         tokenizer = AutoTokenizer.from_pretrained(**source)
     text = "What is 39 + 13?\nAnswer with the number only: é"
     if tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) != text:
         raise ConfigError(
-            f"The tokenizer in {gguf.name} does not decode to the encoded text.", "Use another transformers version."
+            f"The tokenizer in {file.name} does not decode to the encoded text.", "Use another transformers version."
         )
     config = AutoConfig.for_model(**_plain(loaded.config.to_dict()))
     with torch.device("meta"):  # takes over the weights: no second copy
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.load_state_dict(loaded.state_dict(), assign=True)
     model.tie_weights()
     with shared_folder(folder) as converted:
