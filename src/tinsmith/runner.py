@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -28,9 +28,7 @@ from tinsmith.rl.diagnosis import Diagnosis, diagnose
 from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.guards import event_loop
 from tinsmith.rl.history import RunHistory, data_folder, find_checkpoint
-from tinsmith.rl.policy.sdk import capabilities
 from tinsmith.rl.policy.server_watch import ServerWatch
-from tinsmith.rl.policy.tinker import TinkerTrainer
 from tinsmith.rl.record.layout import Layout
 from tinsmith.rl.record.monitors.jsonl import read_metrics
 from tinsmith.rl.run import open as opening
@@ -43,6 +41,9 @@ from tinsmith.service.embedded import END_S, embedded
 from tinsmith.service.storage.folder_lock import is_locked
 from tinsmith.settings import build, changed_keys
 from tinsmith.terminal import in_notebook, new_console, waiting
+
+if TYPE_CHECKING:
+    from tinsmith.rl.policy.tinker import TinkerTrainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,16 +173,23 @@ def connecting_to(
     def connecting(stage: RunConfig) -> Connect:
         async def connect(state: str, version: int) -> TinkerTrainer:
             with waiting(console, _awaited(settings, stage.model.name, started=bool(addresses))):
+                imported = asyncio.create_task(asyncio.to_thread(_trainer))  # seconds, while the service starts
                 if not addresses:
                     addresses.append(await asyncio.to_thread(stack.enter_context, server(settings)))
                 base_url, api_key = addresses[0]
-                return await TinkerTrainer.connect(
+                return await (await imported).connect(
                     stage.model, base_url, api_key, seed=stage.seed, state=state, version=version, watch=watch
                 )
 
         return connect
 
     return connecting
+
+
+def _trainer() -> type[TinkerTrainer]:
+    from tinsmith.rl.policy.tinker import TinkerTrainer  # imports the SDK, and so PyTorch
+
+    return TinkerTrainer
 
 
 def _awaited(settings: RunConfig, model: str, *, started: bool) -> str:
@@ -303,6 +311,8 @@ def takes_images(settings: RunConfig) -> bool | None:
             address = base_url, api_key(base_url, settings.model.api_key_env)
         except ConfigError:
             return None
+        from tinsmith.rl.policy.sdk import capabilities  # imports the SDK
+
         return asyncio.run(capabilities(*address)).images.get(settings.model.name)
     folder = Path(settings.service.source or settings.model.name).expanduser()
     try:

@@ -20,6 +20,7 @@ def preload() -> None:
     import tinsmith.engine.cluster.worker
     import tinsmith.engine.fake.engine
     import tinsmith.engine.torch_engine
+    import tinsmith.rl.policy.tinker
     import tinsmith.runner
     import tinsmith.service.server  # noqa: F401
     from tests import lost_cancellations

@@ -307,6 +307,7 @@ def preload() -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
     import tinsmith.cli.runner
+    import tinsmith.rl.policy.tinker
     import tinsmith.runner  # noqa: F401
     from tinsmith.dialects import dialects
     from tinsmith.imports import has_torch

@@ -26,7 +26,7 @@ from tinsmith.rl.policy.chat_session import AgentChatRequest, ChatSession
 from tinsmith.rl.policy.images import ImageEncoder
 from tinsmith.rl.policy.models import ModelConfig
 from tinsmith.rl.policy.sampling import SamplingConfig
-from tinsmith.rl.policy.sdk import capabilities
+from tinsmith.rl.policy.sdk import as_datum, capabilities
 from tinsmith.rl.policy.tinker import TinkerTrainer
 from tinsmith.rl.policy.trainer import Update
 from tinsmith.rl.policy.training_rows import merge_identical_rows, rows_from_trajectory
@@ -82,7 +82,7 @@ def test_conversations_with_images_extend_their_first_prompt(chat: Chat) -> None
     assert second.tokens[last.start - 1 : last.start + last.length + 1] == (START, *[IMAGE] * last.length, END)
     (row,) = rows_from_trajectory(Trajectory(turns=(first, turn_of(second, 9))))
     assert (row.mask.sum(), len(row.images)) == (3, 3)
-    datum = row.datum({"weights": row.mask.astype(np.float32)})
+    datum = as_datum(row, {"weights": row.mask.astype(np.float32)})
     assert datum.model_input.length == len(row.tokens)
     assert [chunk.type for chunk in datum.model_input.chunks].count("image") == 3
 

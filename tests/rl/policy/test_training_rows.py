@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tinsmith.rl.policy.sdk import as_datum
 from tinsmith.rl.policy.training_rows import (
     gather_from_rows,
     merge_identical_rows,
@@ -88,7 +89,7 @@ def test_equal_replies_to_other_prompts_are_not_merged():
 
 def test_datum_has_exactly_the_keys_of_an_rl_loss():
     (row,) = rows(Trajectory(turns=(turn([5, 6], [7, 2]),)), values=[0.5])
-    datum = row.datum({"logprobs": row.logprobs, "advantages": row.advantages})
+    datum = as_datum(row, {"logprobs": row.logprobs, "advantages": row.advantages})
     assert datum.model_input.to_ints() == [5, 6, 7]
     assert set(datum.loss_fn_inputs) == {"target_tokens", "logprobs", "advantages"}
     assert datum.loss_fn_inputs["target_tokens"].to_numpy().tolist() == [6, 7, 2]

@@ -1,4 +1,4 @@
-"""Images of prompts: how many tokens a model sees of each, their places among token ids, and inputs of the SDK.
+"""Images of prompts: how many tokens a model sees of each, and their places among token ids.
 
 The number of tokens comes from the model's own image processor, which is loaded from where its tokenizer is. Files are
 decoded by the server; here only their headers are read.
@@ -10,11 +10,9 @@ from collections.abc import Callable, Sequence
 from io import BytesIO
 from typing import Any
 
-import tinker
-
 from tinsmith.errors import UserError
 from tinsmith.plurals import counted
-from tinsmith.rl.types import EncodedPrompt, Image, PlacedImage, Tokens
+from tinsmith.rl.types import EncodedPrompt, Image, PlacedImage
 
 
 class ImageEncoder:
@@ -76,17 +74,3 @@ class ImageEncoder:
         """Tokens with one placeholder in place of neighbouring ones, for people to read."""
         pairs = zip([None, *tokens], tokens, strict=False)
         return [token for before, token in pairs if token != self._token_id or before != token]
-
-
-def model_input(prompt: Tokens) -> tinker.ModelInput:
-    """Tokens as the SDK sends them, with chunks of the images among them."""
-    if not isinstance(prompt, EncodedPrompt):
-        return tinker.ModelInput.from_ints(list(prompt))
-    chunks, end = list[Any](), 0
-    for placed in prompt.images:
-        chunks += [tinker.EncodedTextChunk(tokens=prompt.tokens[end : placed.start])] if placed.start > end else []
-        image = placed.image
-        chunks.append(tinker.types.ImageChunk(data=image.file, format=image.format, expected_tokens=placed.length))
-        end = placed.start + placed.length
-    rest = prompt.tokens[end:]
-    return tinker.ModelInput(chunks=[*chunks, *([tinker.EncodedTextChunk(tokens=rest)] if rest else [])])

@@ -1,4 +1,4 @@
-"""Sessions on a Tinker API server through the official SDK: error translation, reachability, server extensions.
+"""Sessions on a Tinker API server through the official SDK: inputs, error translation, reachability, server extensions.
 
 The SDK retries and polls.
 """
@@ -10,15 +10,19 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import httpx
+import numpy as np
 import tinker
 from tinker.lib.retryable_exception import RetryableException
 
 from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.rl.optimizer import OptimizerConfig
+from tinsmith.rl.policy.training_rows import TrainingRow
+from tinsmith.rl.types import EncodedPrompt, Tokens
+from tinsmith.routed_experts import to_words
 
 CONNECT_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
@@ -35,6 +39,32 @@ def adam_params(optimizer: OptimizerConfig, learning_rate: float) -> tinker.Adam
         eps=optimizer.eps,
         weight_decay=optimizer.weight_decay,
         grad_clip_norm=optimizer.grad_clip_norm,
+    )
+
+
+def model_input(prompt: Tokens) -> tinker.ModelInput:
+    """Tokens as the SDK sends them, with chunks of the images among them."""
+    if not isinstance(prompt, EncodedPrompt):
+        return tinker.ModelInput.from_ints(list(prompt))
+    chunks, end = list[Any](), 0
+    for placed in prompt.images:
+        chunks += [tinker.EncodedTextChunk(tokens=prompt.tokens[end : placed.start])] if placed.start > end else []
+        image = placed.image
+        chunks.append(tinker.types.ImageChunk(data=image.file, format=image.format, expected_tokens=placed.length))
+        end = placed.start + placed.length
+    rest = prompt.tokens[end:]
+    return tinker.ModelInput(chunks=[*chunks, *([tinker.EncodedTextChunk(tokens=rest)] if rest else [])])
+
+
+def as_datum(row: TrainingRow, inputs: Mapping[str, np.ndarray]) -> tinker.Datum:
+    """A row as the SDK sends it, with its routed experts if they are recorded; `inputs` are the arrays [N] that the
+    loss reads besides the targets."""
+    arrays = {"target_tokens": row.targets, **inputs}
+    if row.routed_experts is not None:
+        arrays["routed_experts"] = to_words(row.routed_experts)
+    return tinker.Datum(
+        model_input=model_input(EncodedPrompt(tokens=tuple(row.tokens.tolist()), images=row.images)),
+        loss_fn_inputs={name: tinker.TensorData.from_numpy(values) for name, values in arrays.items()},
     )
 
 

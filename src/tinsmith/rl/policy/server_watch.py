@@ -13,15 +13,16 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
-import tinker
-from tinker.lib.internal_client_holder import InternalClientHolder
 
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.policy.queue_notice import QueueNotice
 from tinsmith.rl.policy.sampling import Sample, SampleRequest, SampleResult
+
+if TYPE_CHECKING:  # a run starts its service before it imports the SDK, which imports PyTorch
+    from tinker.lib.internal_client_holder import InternalClientHolder
 
 PING_SECONDS = 5.0
 """Time between two health checks, and their time limit."""
@@ -192,6 +193,8 @@ def _quiet_sdk() -> Iterator[None]:
 
 def _is_transient(error: Exception) -> bool:
     """Whether the SDK repeats a request after this error."""
+    import tinker
+
     if isinstance(error, tinker.APIStatusError):
         return error.status_code in (408, 429) or error.status_code >= 500
     return isinstance(error, tinker.APIConnectionError | TimeoutError | httpx.TimeoutException)

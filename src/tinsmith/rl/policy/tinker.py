@@ -20,7 +20,7 @@ from tinsmith.errors import Unsupported, UserError
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.models import ModelConfig, RouterReplay
 from tinsmith.rl.policy.sampling import Snapshot
-from tinsmith.rl.policy.sdk import adam_params, translate_errors
+from tinsmith.rl.policy.sdk import adam_params, as_datum, translate_errors
 from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.rl.policy.tinker_models import TinkerModels
 from tinsmith.rl.policy.trainer import AuxiliaryAdapter, Trainer, Update, UpdateResult
@@ -210,7 +210,7 @@ class TinkerTrainer(Trainer):
 
     @override
     async def logprobs(self, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
-        data = [row.datum({"weights": row.mask.astype(np.float32)}) for row in rows]
+        data = [as_datum(row, {"weights": row.mask.astype(np.float32)}) for row in rows]
         async with translate_errors("computing logprobs of the weights in training"):
             result = await self._client.forward(data, "cross_entropy", self._with_replay({}))
         return list(_logprobs(result))
@@ -250,7 +250,7 @@ class TinkerTrainer(Trainer):
                     "Set it to none, or use an algorithm whose loss the server computes.",
                 )
             return self._client.forward_backward_custom(_client_data(update), lambda _, logprobs: client(logprobs))
-        data = [row.datum(inputs) for row, inputs in zip(update.rows, update.inputs, strict=True)]
+        data = [as_datum(row, inputs) for row, inputs in zip(update.rows, update.inputs, strict=True)]
         return self._client.forward_backward(data, cast(Any, update.loss), self._with_replay(update.config))
 
     def _with_replay(self, config: Mapping[str, float | str]) -> Any:
@@ -264,7 +264,7 @@ class TinkerTrainer(Trainer):
             raise Unsupported(
                 "This server does not return entropies.", "Use an algorithm that does not need entropies."
             )
-        data = [row.datum({"weights": row.mask.astype(np.float32)}) for row in rows]
+        data = [as_datum(row, {"weights": row.mask.astype(np.float32)}) for row in rows]
         async with translate_errors("computing entropies"):
             result = await self._client.forward(data, "cross_entropy", self._with_replay({"return_entropy": 1.0}))
         return [np.asarray(outputs["entropy"].to_numpy(), np.float32) for outputs in result.loss_fn_outputs]
@@ -304,12 +304,12 @@ def _client_data(update: Update) -> list[tinker.Datum]:
     """The rows for a loss that the client computes."""
     rows = [replace(row, routed_experts=None) for row in update.rows]
     if not update.more_targets:
-        return [row.datum({"weights": row.mask.astype(np.float32)}) for row in rows]
+        return [as_datum(row, {"weights": row.mask.astype(np.float32)}) for row in rows]
     data = []
     for row, more_NK in zip(rows, update.more_targets, strict=True):
         targets = np.concatenate([row.targets[:, None], more_NK], axis=1)
         weights = np.repeat(row.mask[:, None].astype(np.float32), targets.shape[1], axis=1)
-        data.append(row.datum({"target_tokens": targets, "weights": weights}))
+        data.append(as_datum(row, {"target_tokens": targets, "weights": weights}))
     return data
 
 

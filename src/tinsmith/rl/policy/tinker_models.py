@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from tinsmith.errors import ConfigError, Unsupported, UserError
 from tinsmith.rl.policy.chat import Chat, read_template
-from tinsmith.rl.policy.images import ImageEncoder, model_input
+from tinsmith.rl.policy.images import ImageEncoder
 from tinsmith.rl.policy.models import CheckpointInfo, ModelConfig, Models
 from tinsmith.rl.policy.queue_notice import QueueNotice
 from tinsmith.rl.policy.router_replay import SESSION_METADATA, RoutedExperts, check_routers
@@ -33,7 +33,7 @@ from tinsmith.rl.policy.sampling import (
     rendering,
     through,
 )
-from tinsmith.rl.policy.sdk import Capabilities, capabilities, end_session, open_session, translate_errors
+from tinsmith.rl.policy.sdk import Capabilities, capabilities, end_session, model_input, open_session, translate_errors
 from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.rl.types import EncodedPrompt, Turn
 

@@ -14,11 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
-import tinker
 
-from tinsmith.rl.policy.images import model_input
 from tinsmith.rl.types import EncodedPrompt, PlacedImage, Tokens, Trajectory, Turn
-from tinsmith.routed_experts import from_text, missing, to_words
+from tinsmith.routed_experts import from_text, missing
 
 Kind = Literal["policy", "expert", "chosen", "rejected", "desirable", "undesirable", "mismatched"]
 """Source of the tokens inside the mask: the policy, a demonstration (`expert`), one reply of a pair, a reply with a
@@ -66,17 +64,6 @@ class TrainingRow:
         """All N + 1 token ids, with the images among them."""
         ids = [*self.tokens.tolist(), *self.targets[-1:].tolist()]
         return EncodedPrompt(tokens=tuple(ids), images=self.images) if self.images else ids
-
-    def datum(self, inputs: Mapping[str, np.ndarray]) -> tinker.Datum:
-        """The row as a Datum of the SDK, with its routed experts if they are recorded; `inputs` are the arrays [N] that
-        the loss reads besides the targets."""
-        arrays = {"target_tokens": self.targets, **inputs}
-        if self.routed_experts is not None:
-            arrays["routed_experts"] = to_words(self.routed_experts)
-        return tinker.Datum(
-            model_input=model_input(EncodedPrompt(tokens=tuple(self.tokens.tolist()), images=self.images)),
-            loss_fn_inputs={name: tinker.TensorData.from_numpy(values) for name, values in arrays.items()},
-        )
 
 
 def trained_turns(trajectory: Trajectory) -> tuple[Turn, ...]:

@@ -10,7 +10,6 @@ from typing_extensions import override
 from tinsmith.errors import ConfigError
 from tinsmith.integrations.minds.shadow.config import ShadowConfig
 from tinsmith.integrations.minds.shadow.service import ShadowService
-from tinsmith.integrations.minds.shadow.tinker import open_shadow
 from tinsmith.rl.environments.base import EnvironmentOptions, OpeningRun
 from tinsmith.rl.workflows.base import WorkflowContext
 from tinsmith.settings import Settings
@@ -27,6 +26,8 @@ class ShadowEnvironment(EnvironmentOptions):
 
     @override
     async def open(self, run: OpeningRun) -> None:
+        from tinsmith.integrations.minds.shadow.tinker import open_shadow  # imports the SDK, and so PyTorch
+
         if SHADOW not in run.resources:
             config = cast(ShadowConfig, run.sections[SHADOW])
             run.resources[SHADOW] = open_shadow(config, run.policy, config.versions(run.staleness))
