@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,3 +125,10 @@ def test_run_folder_in_place_of_a_checkpoint_is_refused(tmp_path, monkeypatch, k
     ):
         pass
     assert error.value.hint == f"Write {path}."
+
+
+def test_runner_is_imported_without_sdk_and_torch():
+    """A run starts its service before it imports them: seconds, in which the service loads its model."""
+    names = "import sys, tinsmith.runner, tinsmith.rl.demo; print({'tinker', 'torch', 'transformers'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", names], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
