@@ -23,6 +23,7 @@ from rich.markup import escape
 from tinsmith.dialects import dialects, read_run
 from tinsmith.engine_options import DeviceOptions
 from tinsmith.errors import ConfigError
+from tinsmith.imports import has_torch
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.diagnosis import Diagnosis, diagnose
 from tinsmith.rl.ending.stop import StopSignal
@@ -173,7 +174,7 @@ def connecting_to(
     def connecting(stage: RunConfig) -> Connect:
         async def connect(state: str, version: int) -> TinkerTrainer:
             with waiting(console, _awaited(settings, stage.model.name, started=bool(addresses))):
-                imported = asyncio.create_task(asyncio.to_thread(_trainer))  # seconds, while the service starts
+                imported = asyncio.create_task(asyncio.to_thread(import_trainer))  # seconds, while the service starts
                 if not addresses:
                     addresses.append(await asyncio.to_thread(stack.enter_context, server(settings)))
                 base_url, api_key = addresses[0]
@@ -186,9 +187,14 @@ def connecting_to(
     return connecting
 
 
-def _trainer() -> type[TinkerTrainer]:
-    from tinsmith.rl.policy.tinker import TinkerTrainer  # imports the SDK, and so PyTorch
+def import_trainer() -> type[TinkerTrainer]:
+    """Import what a run needs from when its server answers: the SDK, with it PyTorch, and tokenizers."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
+    from tinsmith.rl.policy.tinker import TinkerTrainer
+
+    if has_torch():  # configurations of models, which are read with their tokenizers, import it
+        import transformers.activations  # noqa: F401
     return TinkerTrainer
 
 

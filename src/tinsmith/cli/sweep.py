@@ -304,17 +304,13 @@ def preload() -> None:
     """Import what a run needs, before its process is forked."""
     import httpcore  # noqa: F401 - httpx imports it with the first client
     import numpy
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
-    import tinsmith.cli.runner
-    import tinsmith.rl.policy.tinker
-    import tinsmith.runner  # noqa: F401
+    import tinsmith.cli.runner  # noqa: F401
     from tinsmith.dialects import dialects
-    from tinsmith.imports import has_torch
+    from tinsmith.runner import import_trainer
 
     dialects()
-    if has_torch():  # configurations of models, which are read with their tokenizers, import it
-        import transformers.activations  # noqa: F401
+    import_trainer()
     os.register_at_fork(after_in_child=numpy.random.seed)  # as in a process that was not forked
 
 
