@@ -27,7 +27,7 @@ PARTS = {
     "training32": "benchmarks.parts.training32",
     "tenants": "benchmarks.parts.tenants",
     "sampling": "benchmarks.parts.sampling",
-    "vllm": "benchmarks.parts.vllm",
+    "vllm": "benchmarks.parts.vllm.measurement",
     "conversations": "benchmarks.parts.conversations",
     "switching": "benchmarks.parts.switching",
     "http": "benchmarks.parts.http.batch",

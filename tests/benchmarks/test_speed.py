@@ -11,14 +11,26 @@ import pytest
 from benchmarks import speed, table
 from benchmarks.comparison import Comparison, Line, Setting, rotate
 from benchmarks.engine_driver import EngineDriver
-from benchmarks.parts import agreement, sharing, switching, tenants, training, vllm
+from benchmarks.parts import agreement, sharing, switching, tenants, training
 from benchmarks.parts.trees import measurement as trees
 from benchmarks.parts.trees import shapes
+from benchmarks.parts.vllm import measurement as vllm
+from benchmarks.parts.vllm import process as vllm_process
 from benchmarks.workloads import grpo, tree
 from tests.engine.reference import plain_model
 from tinsmith.engine.model import packing
 
 pytestmark = pytest.mark.e2e
+
+STUB = """
+import json, sys
+if len(sys.argv) > 3 and not {takes_adapters}:
+    sys.exit("no adapters")
+print("ready", flush=True)
+for line in sys.stdin:
+    work = json.loads(line)
+    print("done", len(work["prompts"]) * work["samples"] * work["tokens"], flush=True)
+"""
 
 
 def test_rotate_alternates_the_order_of_sides():
@@ -121,3 +133,29 @@ def test_vllm_line_is_not_measured_without_vllm(tiny_llama: Path, monkeypatch: p
     (line,) = vllm.measure(Setting(folder=tiny_llama, threads=1, turns=1))
     assert line.verdict == "not measured"
     assert "TINSMITH_VLLM_PYTHON" in table.row(line)
+
+
+@pytest.mark.parametrize("takes_adapters", [True, False])
+def test_vllm_lines_have_every_size_with_and_without_an_adapter(
+    takes_adapters: bool, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """With a program in vLLM's place that computes nothing."""
+    program = tmp_path / "program.py"
+    program.write_text(STUB.format(takes_adapters=takes_adapters))
+    monkeypatch.setattr(vllm_process, "PROGRAM", program)
+    monkeypatch.setenv("TINSMITH_VLLM_PYTHON", sys.executable)
+    monkeypatch.setattr(vllm, "SAME_64", vllm.Size("the same samples", 2, 2, 2))
+    sizes = (vllm.Size("1 sequence", 1, 1, 3), vllm.Size("of one prompt", 1, 2, 3))
+    monkeypatch.setattr(vllm, "SIZES", sizes)
+    monkeypatch.setattr(vllm, "ADAPTER_SIZES", sizes)
+    lines = vllm.measure(Setting(folder=tiny_llama, threads=1, turns=1, dtype="float32"))
+    assert [(line.work, line.baseline) for line in lines[:3]] == [
+        ("the same samples of 2 tokens", "vLLM on the same cores, no adapter"),
+        ("1 sequence of 3 tokens, no adapter", "vLLM on the same cores, no adapter"),
+        ("of one prompt of 3 tokens, no adapter", "vLLM on the same cores, no adapter"),
+    ]
+    theirs = "the same adapter" if takes_adapters else "no adapter"
+    assert [line.work for line in lines[3:]] == [f"{size.work}, adapter of rank 32" for size in sizes]
+    assert {line.baseline for line in lines[3:]} == {f"vLLM on the same cores, {theirs}"}
+    assert {line.note for line in lines[3:]} == {"" if takes_adapters else "vLLM does not take it: no adapters"}
+    assert all(len(line.values) == 1 for line in lines)
