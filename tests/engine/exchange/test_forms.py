@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -196,3 +197,15 @@ def test_file_without_some_matrices_is_refused(tmp_path: Path):
     save_file({key: tensor for key, tensor in tensors.items() if "layers.2.self_attn.q_proj" not in key}, file)
     with pytest.raises(Unsupported, match=r"lacks model\.layers\.2\.self_attn\.q_proj"):
         reading.read_with_facts(tmp_path / "adapter", facts)
+
+
+def test_short_name_of_a_module_is_not_that_of_a_slice(tmp_path: Path):
+    """PEFT's gate_proj is the MLP's; the rows of Mamba's in_proj that have this name here were not trained."""
+    layout, flat, facts = adapter(tiny_model("bamba"), 4, train_attn=False, train_unembed=False)
+    forms.write_peft(tmp_path / "adapter", layout, flat, facts)
+    config = tmp_path / "adapter" / "adapter_config.json"
+    settings = json.loads(config.read_text()) | {"target_modules": ["gate_proj", "up_proj", "down_proj"]}
+    config.write_text(json.dumps(settings))
+    read, values = reading.read_with_facts(tmp_path / "adapter", facts)
+    assert {name for name in read.pairs(values) if name.endswith("mamba.gate_proj")} == set()
+    assert torch.equal(values, flat)

@@ -172,7 +172,8 @@ def _check_coverage(
         if settings.names_no_modules or not (is_module or settings.lists_modules):
             selected = _kind(site.name) in kinds and (selected or not is_module) and not settings.selects_layers
         elif not is_module:
-            selected = selected or (_kind(site.name) in kinds and not settings.selects_layers)
+            selected = selected and not is_row_slice(site.name)  # a short name may be that of a module
+            selected |= _kind(site.name) in kinds and not settings.selects_layers
         if selected and not stored:
             raise Unsupported(
                 f"{folder} lacks {site.name}.lora_A.weight and .lora_B.weight, which its settings select.",
