@@ -47,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     faults.addoption("--faults", type=int, default=1600, help="faults of the long run: about two of three are kills")
     faults.addoption("--cuts", type=int, default=400, help="power cuts that are tried")
     faults.addoption("--seed", type=int, default=16, help="seed of both plans")
+    faults.addoption("--add", action="store_true", help="write the outcome into benchmarks/results")
 
 
 UNLIMITED = {"slow", "faults", "gpu", "cluster"}

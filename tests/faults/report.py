@@ -1,4 +1,4 @@
-"""Reports of the long runs in benchmarks/results: faults and power-cuts, each as JSON and as Markdown."""
+"""Reports of long runs in benchmarks/results, by `--add`: faults and power-cuts, each as JSON and as Markdown."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NAMES = {
 
 
 def read_reports() -> list[Report]:
-    """The runs of the last report."""
+    """The runs of the report."""
     file = RESULTS / "faults.json"
     return [Report(**run) for run in json.loads(file.read_text())] if file.is_file() else []
 
@@ -114,7 +114,7 @@ def write_power_report(recording: Recording, cuts: Sequence[Cut], violations: Se
     table = [
         "# Power cuts",
         "",
-        f"{len(cuts):,} power cuts at slots among {sum(operations.values()):,} operations on the data folder "
+        f"{len(cuts):,} power cuts at places among {sum(operations.values()):,} operations on the data folder "
         f"({operations['write']:,} writes, {operations['sync']:,} syncs, {operations['rename']:,} renames): "
         f"{len(violations)} violations.",
         "",
