@@ -101,11 +101,6 @@ class HeartbeatMonitor:
         self._oom_kills = [oom_kills()] * 3
 
     @property
-    def silent_s(self) -> float:
-        """Seconds since the last heartbeat."""
-        return self._silence.seconds
-
-    @property
     def progress_age_s(self) -> float:
         """Seconds since the last progress, while calls run."""
         return self._standstill.seconds

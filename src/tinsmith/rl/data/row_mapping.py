@@ -247,13 +247,13 @@ class RowMapping(Settings):
             text = text.rpartition(self.answer_after)[2]
         text = text.strip()
         if values and not self.answer_optional and (not text or None in values.values()):
-            raise _no_text("answer", self.answer, values, place, self.answer_after)
+            raise _no_text("answer", values, place, self.answer_after)
         return text
 
     def _prompt(self, place: str, row: Mapping[str, Any], *, beside_images: bool = False) -> str:
         text, values = _filled(self.prompt, row, place)
         if values and not beside_images and (not text.strip() or all(value is None for value in values.values())):
-            raise _no_text("prompt", self.prompt, values, place)
+            raise _no_text("prompt", values, place)
         return text
 
     def _field(self, name: str, row: Mapping[str, Any], place: str) -> Any:
@@ -315,14 +315,14 @@ class RowMapping(Settings):
         if chat is None:
             text, values = _filled(template, row, row_id)
             if values and (not text.strip() or None in values.values()):
-                raise _no_text("reply", template, values, row_id)
+                raise _no_text("reply", values, row_id)
             return (*messages, Message(role="assistant", content=text))
         if chat[-1].role != "assistant":
             raise ConfigError(f"{row_id}: the chat in {template} does not end with an assistant message.")
         return chat if len(chat) > 1 else (*messages, *chat)
 
 
-def _no_text(part: str, template: str, values: Mapping[str, Any], place: str, mark: str = "") -> ConfigError:
+def _no_text(part: str, values: Mapping[str, Any], place: str, mark: str = "") -> ConfigError:
     """Error for a row whose filled template is empty, or that has null in a field of it."""
     nulls = [name for name, value in values.items() if value is None]
     name = (nulls or [next(iter(values))])[0]

@@ -33,10 +33,9 @@ class OpmdLoss(PolicyLoss):
         return -batch.advantages * logprobs / (1.0 + self.tau), {}
 
 
-class SftLoss(PolicyLoss):
-    """-p, the negative log-likelihood; advantages are not used."""
+class LikelihoodLoss(PolicyLoss):
+    """A loss of the tokens' likelihood alone: advantages are not used."""
 
-    type: Literal["sft"] = "sft"
     linear: ClassVar[bool] = False
     reads_advantage: ClassVar[bool] = False
 
@@ -44,40 +43,32 @@ class SftLoss(PolicyLoss):
     @override
     def sampler_ratio(self) -> SamplerRatio:
         return "none"
+
+
+class SftLoss(LikelihoodLoss):
+    """-p, the negative log-likelihood; advantages are not used."""
+
+    type: Literal["sft"] = "sft"
 
     @override
     def tokens(self, logprobs: Array, batch: Tokens) -> tuple[Array, dict[str, Array]]:
         return -logprobs, {}
 
 
-class SftIsLoss(PolicyLoss):
+class SftIsLoss(LikelihoodLoss):
     """-sg(P) p, the negative log-likelihood weighted by the probability of the token."""
 
     type: Literal["sft_is"] = "sft_is"
-    linear: ClassVar[bool] = False
-    reads_advantage: ClassVar[bool] = False
-
-    @property
-    @override
-    def sampler_ratio(self) -> SamplerRatio:
-        return "none"
 
     @override
     def tokens(self, logprobs: Array, batch: Tokens) -> tuple[Array, dict[str, Array]]:
         return -library_of(logprobs).exp(without_gradient(logprobs)) * logprobs, {}
 
 
-class SftPhiLoss(PolicyLoss):
+class SftPhiLoss(LikelihoodLoss):
     """-sg(P (1 - P)) p, with little weight on almost certain and very unlikely tokens (CHORD, arXiv 2508.11408)."""
 
     type: Literal["sft_phi"] = "sft_phi"
-    linear: ClassVar[bool] = False
-    reads_advantage: ClassVar[bool] = False
-
-    @property
-    @override
-    def sampler_ratio(self) -> SamplerRatio:
-        return "none"
 
     @override
     def tokens(self, logprobs: Array, batch: Tokens) -> tuple[Array, dict[str, Array]]:
