@@ -14,8 +14,6 @@ from tests.cli.test_commands import RUN_FILE, environment, tinsmith, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_programs")]
 
-SWEEP = ("sweep", "small.yaml", "steps=4", "eval.every=2", "optimizer.learning_rate=0.05,-1,0.1")
-
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:

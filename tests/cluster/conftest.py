@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ ENVIRONMENT = {
 HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 5000, "health_check_failure_threshold": 5}
 MEMORY = 100 << 20
 """Bytes of each node's object store, which is hardly used."""
+NODE_START_S = 300.0
+"""Longest time for a node to join: Ray's own 30 s are too few on a busy machine, and no setting changes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,25 @@ def ray_cluster() -> Iterator[RayCluster]:
         yield cluster
 
 
+def wait_for_node(patch: pytest.MonkeyPatch) -> None:
+    """Have Ray wait NODE_START_S for a node that it starts."""
+    from ray._private import services
+
+    get_node = services.get_node
+
+    def patient(gcs_address: str, node_id: str) -> Any:
+        end = time.monotonic() + NODE_START_S
+        while True:
+            try:
+                return get_node(gcs_address, node_id)
+            except RuntimeError:
+                if time.monotonic() > end:
+                    raise
+            time.sleep(0.1)
+
+    patch.setattr(services, "get_node", patient)
+
+
 @contextmanager
 def running_cluster() -> Iterator[RayCluster]:
     """A cluster of three nodes for the duration of the block."""
@@ -72,6 +94,7 @@ def running_cluster() -> Iterator[RayCluster]:
         from ray.cluster_utils import Cluster  # Ray reads its variables when it is imported
 
         patch.setattr("ray._private.utils.write_ray_address", lambda *_: None)  # leave other clusters' file alone
+        wait_for_node(patch)
         head = {
             "num_cpus": 0,
             "object_store_memory": MEMORY,

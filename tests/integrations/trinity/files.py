@@ -26,8 +26,6 @@ SMALL: dict[str, Any] = {
 }
 """A complete file, which tests modify."""
 
-LISTS = ("lora_configs", "tasksets", "eval_tasksets", "auxiliary_models", "operators")
-
 
 def with_key(values: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     """A copy with a dotted key set; [] stands for the first entry of a list, * for any name."""

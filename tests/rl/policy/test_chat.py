@@ -13,7 +13,6 @@ from tinsmith.rl.types import Message, Turn
 
 ASK = Message(role="user", content="What is 39 + 13?")
 MORE = Message(role="user", content="Are you sure?")
-TOOLED = CHATML + "{% if tools %}{{ tools[0].function.name }}{% endif %}"
 
 
 @pytest.fixture(scope="module")

@@ -30,11 +30,6 @@ from tinsmith.rl.workflows.base import WorkflowContext
 from tinsmith.testing import CharacterCodec, ScriptedSnapshot
 from tinsmith.testing.scripted import reply_turn
 
-INNER = {
-    "type": "tasks",
-    "train": {"type": "rows", "rows": [{"prompt": f"Say {word}.", "answer": word} for word in ("yes", "no", "ok")]},
-    "rewards": [{"type": "number", "weight": 2.0}],
-}
 SUMS = {"type": "tasks", "train": {"type": "addition"}, "rewards": [{"type": "number"}]}
 
 
