@@ -253,7 +253,7 @@ def choice_run(folder: Path, **changes: Any) -> RunConfig:
 
 def test_runs_report_shadow_steps_and_skill(tmp_path, monkeypatch):
     server = LengthServer()
-    shadow = "tinsmith.integrations.minds.shadow.environment.open_shadow"
+    shadow = "tinsmith.integrations.minds.shadow.tinker.open_shadow"
     monkeypatch.setattr(shadow, lambda config, policy, versions: ShadowService(config, server))
     state = run(choice_run(tmp_path))
     assert state.step == 8
