@@ -19,6 +19,7 @@ from tests.service.support.databases import url_of
 from tinsmith.engine.base import AdamParams, OnDelta, Pass, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
+from tinsmith.engine.training.model_locks import ModelLocks
 from tinsmith.errors import EngineDied
 from tinsmith.http_common import listen
 from tinsmith.service.app import create_app
@@ -40,6 +41,7 @@ class MortalEngine(FakeEngine):
         super().__init__(config)
         self._hook = hook
         self._died = died
+        self._in_order = ModelLocks()
         self.calls: list[str] = []
 
     async def _live(self, call: str, argument: object) -> None:
@@ -51,12 +53,14 @@ class MortalEngine(FakeEngine):
             raise EngineDied("The engine is dead.")
 
     async def run(self, passes: Sequence[Pass]):
-        await self._live("run", passes)
-        return await super().run(passes)
+        async with self._in_order.of_all(request.model_id for request in passes):
+            await self._live("run", passes)
+            return await super().run(passes)
 
     async def step(self, model_id: str, adam: AdamParams):
-        await self._live("step", model_id)
-        return await super().step(model_id, adam)
+        async with self._in_order.of(model_id):
+            await self._live("step", model_id)
+            return await super().step(model_id, adam)
 
     async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
         await self._live("save", to)

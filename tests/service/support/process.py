@@ -25,6 +25,7 @@ from tinsmith.engine.base import AdamParams, OnDelta, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.engine.processes.client import start_local
+from tinsmith.engine.training.model_locks import ModelLocks
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.engines.host import EngineFactory, RunningEngine
 from tinsmith.service.http import serving
@@ -79,15 +80,17 @@ class SlowEngine(FakeEngine):
 
     def __init__(self, config: EngineConfig, delay: float, signs: Signs) -> None:
         super().__init__(config)
-        self._delay, self._signs = delay, signs
+        self._delay, self._signs, self._in_order = delay, signs, ModelLocks()
 
     async def run(self, passes):
-        await self._wait()
-        return await super().run(passes)
+        async with self._in_order.of_all(request.model_id for request in passes):
+            await self._wait()
+            return await super().run(passes)
 
     async def step(self, model_id: str, adam: AdamParams):
-        await self._wait()
-        return await super().step(model_id, adam)
+        async with self._in_order.of(model_id):
+            await self._wait()
+            return await super().step(model_id, adam)
 
     async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None):
         await self._wait()

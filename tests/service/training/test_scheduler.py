@@ -128,6 +128,42 @@ def test_models_run_side_by_side_and_barriers_block_their_model() -> None:
     assert ids(next_groups(rows[2:3], first[1:], BUDGET)) == [["ax:3"]]
 
 
+def test_step_starts_while_its_passes_are_computed() -> None:
+    """Break it: let any barrier start in `_candidates`, or leave out `passing`."""
+    rows = [row("a", "x", 1, 10, 0), row("a", "x", 2, None, 1), row("a", "x", 3, 10, 2)]
+    forked = fork("a", "s", "ax", 1, 3)
+    first = next_groups(rows, [], BUDGET)
+    assert ids(first) == [["ax:1"]]
+    assert next_groups(rows[1:], first, BUDGET) == []
+    assert ids(next_groups(rows[1:], first, BUDGET, passing={"ax"})) == [["ax:2"]]
+    assert next_groups(rows[2:], first, BUDGET, passing={"ax"}) == []
+    assert next_groups([forked, *rows[1:]], first, BUDGET, passing={"ax"}) == []
+    suspect = replace(rows[1], alone=True)
+    assert next_groups([suspect], first, BUDGET, passing={"ax"}) == []
+
+
+@given(queues(), st.data())
+@settings(deadline=None)
+def test_steps_ahead_keep_the_order_of_their_model(rows: list[QueuedRequest], data: st.DataObject) -> None:
+    waiting = {request.id: replace(request, alone=False) for request in rows}
+    running: list[Group] = []
+    ran: dict[str, list[int]] = defaultdict(list)
+    while waiting or running:
+        of_model = Counter(group[0].model_id for group in running)
+        passing = {group[0].model_id for group in running if group[0].packs and of_model[group[0].model_id] == 1}
+        passing &= data.draw(st.sets(st.sampled_from(sorted(passing)))) if passing else set()
+        for group in next_groups(waiting.values(), running, BUDGET, passing=passing):
+            before = [other for other in running if other[0].model_id == group[0].model_id]
+            assert not before or (before[0][0].packs and isinstance(group[0].operation, OptimStep))
+            running.append(group)
+            for request in group:
+                del waiting[request.id]
+                ran[request.model_id].append(request.seq)
+        group = data.draw(st.sampled_from(running))
+        running.remove(next(other for other in running if other[0].model_id == group[0].model_id))  # passes first
+    assert all(seqs == sorted(seqs) for seqs in ran.values())
+
+
 def test_request_over_the_budget_runs_beside_small_ones() -> None:
     large = [row("a", model, 1, 150, order) for order, model in enumerate("xy")]
     small = [row("a", "z", 1, 60, 2), row("a", "w", 1, 60, 3), row("a", "v", 1, 10, 4)]

@@ -175,6 +175,69 @@ def test_failed_commit_replaces_the_engine(tmp_path: Path, fault: Exception) -> 
     asyncio.run(main())
 
 
+def held(start: Factory, call: str) -> tuple[asyncio.Event, asyncio.Event]:
+    """Hold the next such call of the engine: (it has begun, it may go on)."""
+    entered, gate = asyncio.Event(), asyncio.Event()
+
+    def hook(name: str, _argument: object):
+        if name == call and not gate.is_set():
+            entered.set()
+            return gate.wait()
+        return None
+
+    start.hook = hook
+    return entered, gate
+
+
+async def step_during_passes(app: Api, start: Factory, model: str) -> list[dict]:
+    """Give the engine a step while it computes the passes before it; returns the promises of both."""
+    entered, gate = held(start, "run")
+    promises = [(await app.post("forward_backward", pass_body(model, 1))).json()]
+    await entered.wait()
+    promises.append((await app.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})).json())
+    await until(lambda: [entry.running for entry in app.service.workers["toy"].queue()] == [True, True])
+    gate.set()
+    return promises
+
+
+def test_step_is_given_to_the_engine_during_its_passes(tmp_path: Path) -> None:
+    """Break it: let `Worker._passing` return nothing, or give the step its turn before the passes."""
+
+    async def main() -> None:
+        start = Factory()
+        async with api(tmp_path / "calm") as calm, api(tmp_path / "ahead", start) as app:
+            model = await calm.model(seed=1)
+            await calm.result((await calm.post("forward_backward", pass_body(model, 1))).json())
+            expected = await calm.step(model, 2, rate=1e-4)
+            answers = [await app.result(each) for each in await step_during_passes(app, start, await app.model(seed=1))]
+            assert "metrics" in answers[1].json()
+            assert answers[1].json()["metrics"]["grad_norm"] == expected["metrics"]["grad_norm"] > 0
+
+    asyncio.run(main())
+
+
+def test_step_runs_again_if_its_passes_are_not_stored(tmp_path: Path) -> None:
+    """Break it: store the step's result without `Execution._stored`. The passes fail, so their gradient is gone."""
+
+    async def main() -> None:
+        start = Factory()
+        async with api(tmp_path, start) as app:
+            finish, store = app.service.store.finish, app.service.store
+
+            async def failing(ends, *records) -> None:
+                if any(end.request.seq == 1 and not end.result.failed for end in ends):
+                    raise ZeroDivisionError
+                await finish(ends, *records)
+
+            store.finish = failing  # type: ignore[method-assign]
+            passed, stepped = await step_during_passes(app, start, await app.model(seed=1))
+            assert (await app.result(passed)).json()["category"] == "server"
+            assert (await app.result(stepped)).json()["metrics"]["grad_norm"] == 0
+            assert len(start.made) == 2
+
+    asyncio.run(main())
+
+
 def test_bad_request_beside_others_fails_alone(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()

@@ -13,11 +13,12 @@ from contextlib import suppress
 
 from typing_extensions import override
 
-from tinsmith.engine.base import OnDelta, Pass, PassResult, SampleRequest, SampleResult
+from tinsmith.engine.base import AdamParams, OnDelta, Pass, PassResult, SampleRequest, SampleResult
 from tinsmith.engine.cluster.replica import Launch, SamplerProcess
 from tinsmith.engine.device_sharing import MemoryTurns, SharingPolicy, Workload
 from tinsmith.engine.interface import Engine
 from tinsmith.engine.processes.rpc import DelegatingEngine
+from tinsmith.engine.training.model_locks import ModelLocks
 from tinsmith.engine.vllm.sampler import VllmSampler
 from tinsmith.errors import TinsmithError
 
@@ -83,11 +84,18 @@ class _TrainerInTurns(DelegatingEngine):
     def __init__(self, engine: Engine, turns: MemoryTurns) -> None:
         super().__init__(engine)
         self._turns = turns
+        self._locks = ModelLocks()
 
     @override
     async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
-        async with self._turns.turn("training"):
+        models = (request.model_id for request in passes)
+        async with self._locks.of_all(models), self._turns.turn("training"):
             return await self._engine.run(passes)
+
+    @override
+    async def step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
+        async with self._locks.of(model_id):  # it needs no turn, but passes before it may wait for theirs
+            return await self._engine.step(model_id, adam)
 
     @override
     async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:

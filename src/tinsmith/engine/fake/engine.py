@@ -37,6 +37,7 @@ from tinsmith.engine.fake.losses import DatumLoss, builtin_loss, custom_loss
 from tinsmith.engine.fake.model import HIDDEN, BigramModel, FakeAdapter, Sampling, entropy, read_adapter, write_adapter
 from tinsmith.engine.fake.versions import FakeVersions
 from tinsmith.engine.training.loss_specs import CUSTOM, SHADOW, needs_entropy
+from tinsmith.engine.training.model_locks import ModelLocks
 from tinsmith.engine.training.shadow_plan import ShadowPlan, shadow_settings, weighted_sum
 from tinsmith.errors import BadRequest, EngineError, TinsmithError
 
@@ -108,6 +109,7 @@ class FakeEngine:
         self._models: dict[str, _Model] = {}
         self._versions = FakeVersions()
         self._sampling: set[str] = set()
+        self._locks = ModelLocks()
         self._losses = LossProcess()
 
     @property
@@ -148,6 +150,10 @@ class FakeEngine:
         return weights.a.size + weights.b.size
 
     async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
+        async with self._locks.of_all(request.model_id for request in passes):
+            return await self._run_all(passes)
+
+    async def _run_all(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
         results: list[PassResult | TinsmithError] = []
         for request in passes:
             try:
@@ -159,9 +165,10 @@ class FakeEngine:
 
     async def step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         """AdamW; `grad_norm` is the norm before clipping."""
-        model = self._model(model_id)
-        self._models[model_id] = model.after_step(model.grad, adam)
-        return {"grad_norm": _norm(model.grad)}
+        async with self._locks.of(model_id):
+            model = self._model(model_id)
+            self._models[model_id] = model.after_step(model.grad, adam)
+            return {"grad_norm": _norm(model.grad)}
 
     async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
         model = self._model(model_id)

@@ -19,9 +19,8 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -40,6 +39,7 @@ from tinsmith.engine.training.activation_checkpointing import CheckpointSwitch
 from tinsmith.engine.training.exchange import ALONE, Exchange, Job
 from tinsmith.engine.training.lockstep import LockstepQueue
 from tinsmith.engine.training.micro_batch_queue import MicroBatchQueue
+from tinsmith.engine.training.model_locks import ModelLocks
 from tinsmith.engine.training.optimizer import AdapterSnapshot, TrainableAdapter
 from tinsmith.engine.training.run_rows import RunRows
 from tinsmith.engine.training.shadow import Background, ShadowRun, ShadowStart
@@ -81,7 +81,7 @@ class TorchTrainer:
         self._models: dict[str, TrainableAdapter] = {}
         self._saved: dict[Exchange, OrderedDict[Path, TrainableAdapter]] = {}
         """Saved adapters that were forked last, by their folders, which never change."""
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._locks = ModelLocks()
         self._device_lock = asyncio.Lock()
         precision = torch.backends.mkldnn.matmul.fp32_precision  # pyright: ignore[reportAttributeAccessIssue]
         self._losses = LossProcess(torch.get_num_threads(), precision)
@@ -97,14 +97,14 @@ class TorchTrainer:
 
     async def load(self, model_id: str, source: SavedAdapter, *, optimizer: bool) -> None:
         folder = folder_of(source)
-        async with self._lock(model_id):
+        async with self._locks.of(model_id):
             model = self._adapter(*await self._exchange.read(lambda: read_saved(folder, self._base)))
             if optimizer:
                 model.restore(await self._exchange.read(lambda: peft.read_moments(folder, model.layout)))
             self._models[model_id] = model
 
     async def fork(self, model_id: str, source: str | SavedAdapter, *, optimizer: bool) -> int:
-        async with self._lock(str(source)):
+        async with self._locks.of(str(source)):
             if isinstance(source, str):
                 parent = self._model(source)
                 fork = parent.fork()
@@ -119,18 +119,18 @@ class TorchTrainer:
             return fork.layout.parameters
 
     async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
-        async with self._lock(model_id):  # written in a thread: all but this model goes on
+        async with self._locks.of(model_id):  # written in a thread: all but this model goes on
             model = self._model(model_id)
             moments = model.moments() if optimizer else None
             source = self._base.card.source
             return await asyncio.to_thread(peft.write, to, model.layout, model.master.detach(), source, moments)
 
     async def drop(self, model_id: str) -> None:
-        async with self._lock(model_id):
+        async with self._locks.of(model_id):
             self._models.pop(model_id, None)
 
     async def step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
-        async with self._lock(model_id):
+        async with self._locks.of(model_id):
             model = self._model(model_id)
             async with self._exchange.summed(model):
                 return model.step(adam)
@@ -140,9 +140,7 @@ class TorchTrainer:
         for request in passes:
             if request.loss_fn != SHADOW:
                 by_model.setdefault(request.model_id, []).append(request)
-        async with AsyncExitStack() as locks:
-            for model_id in sorted(by_model):
-                await locks.enter_async_context(self._lock(model_id))
+        async with self._locks.of_all(by_model):
             results = {model_id: iter(of_model) for model_id, of_model in (await self._run_all(by_model)).items()}
         return [
             await self._shadow(request) if request.loss_fn == SHADOW else next(results[request.model_id])
@@ -181,13 +179,6 @@ class TorchTrainer:
 
     def _adapter(self, layout: AdapterLayout, flat: Tensor) -> TrainableAdapter:
         return TrainableAdapter(layout, flat.to(self._base.device), self._base.dtype)
-
-    def _lock(self, model_id: str) -> asyncio.Lock:
-        """Held by the call on a model that takes effect now."""
-        lock = self._locks.get(model_id)
-        if lock is None:
-            lock = self._locks[model_id] = asyncio.Lock()
-        return lock
 
     async def _run_all(self, passes: Mapping[str, Sequence[Pass]]) -> dict[str, list[PassResult | TinsmithError]]:
         """Run each model's passes together; if they may not be packed, or if that fails, one by one."""
@@ -252,7 +243,7 @@ class TorchTrainer:
                 raise Unsupported("Shadow passes do not work with shard.", "Serve the model without shard.")
             if not self._exchange.leads:
                 raise EngineError("A shadow pass runs on the rank that leads.")
-            async with self._lock(request.model_id):
+            async with self._locks.of(request.model_id):
                 start = await self._shadow_start(request)
             background = Background(self._queue.run, self._turn, self._base.dtype, self._base.card.original_context)
             return await ShadowRun(request, start, background).run()

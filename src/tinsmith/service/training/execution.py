@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import MutableMapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import replace
 
 from tinsmith.engine.base import Pass
@@ -79,12 +80,15 @@ class Execution:
             ready.append(request)
         return ready
 
-    async def run(self, batch: Sequence[QueuedRequest], batch_tokens: int) -> None:
-        """Run a batch whose models are loaded: passes, or one barrier."""
+    async def run(
+        self, batch: Sequence[QueuedRequest], batch_tokens: int, passes: asyncio.Task[None] | None = None
+    ) -> None:
+        """Run a batch whose models are loaded: passes, or one barrier. `passes` runs passes of the same model, after
+        which a barrier takes effect and has its result stored."""
         if isinstance(batch[0].operation, Pass):
             await self._run_passes(batch, batch_tokens)
         else:
-            await self._run_barrier(batch[0])
+            await self._run_barrier(batch[0], passes)
 
     async def _run_passes(self, batch: Sequence[QueuedRequest], batch_tokens: int) -> None:
         name = self._host.names[0]
@@ -98,7 +102,8 @@ class Execution:
         self._throughput.start(time.monotonic())
         computed = 0
         try:
-            results = await self._host.engine.run(passes)
+            with self._passing(batch):
+                results = await self._host.engine.run(passes)
             computed = sum(request.tokens for request in batch)
         finally:
             self._throughput.end(computed, time.monotonic())
@@ -112,7 +117,20 @@ class Execution:
             ]
         )
 
-    async def _run_barrier(self, request: QueuedRequest) -> None:
+    @contextmanager
+    def _passing(self, batch: Sequence[QueuedRequest]) -> Iterator[None]:
+        """The engine is given passes of a model at the beginning of the block, and has computed them at its end."""
+        model_id = batch[0].model_id
+        state = self._states[model_id]
+        state.is_passing = all(request.packs for request in batch)
+        if self._queue.count(model_id) > len(batch):
+            self._queue.wake.set()  # the next may be a step
+        try:
+            yield
+        finally:
+            state.is_passing = False
+
+    async def _run_barrier(self, request: QueuedRequest, passes: asyncio.Task[None] | None) -> None:
         model = self._store.find(Model, request.model_id)
         assert model is not None
         if isinstance(request.operation, RestoreModel):
@@ -125,9 +143,9 @@ class Execution:
             self._queue.remove(request)
             self._states.pop(request.model_id, ModelState()).load_finished.set()
         else:
-            await self._run_operation(request, model)
+            await self._run_operation(request, model, passes)
 
-    async def _run_operation(self, request: QueuedRequest, model: Model) -> None:
+    async def _run_operation(self, request: QueuedRequest, model: Model, passes: asyncio.Task[None] | None) -> None:
         self._telemetry.requests_started([request.id])
         try:
             done = await self._operations.perform(request, model, self._host.engine)
@@ -138,5 +156,14 @@ class Execution:
             await self._queue.fail(request, error, failed)
             return
         self._telemetry.requests_ran([request.id])
+        if passes is not None:
+            await self._stored(passes)
         await self._queue.finish([FinishedRequest(request=request, result=done.result)], *done.records)
         await self._post_commit.run(request, done, self._states[request.model_id])
+
+    async def _stored(self, passes: asyncio.Task[None]) -> None:
+        """Wait until passes have their results. Raises EngineDied if these could not be stored: what the engine did
+        after them counts for nothing then."""
+        await asyncio.wait([passes])
+        if not self._host.is_up:
+            raise EngineDied("The engine ended before the results of earlier passes were stored.", from_outside=True)

@@ -35,6 +35,8 @@ class ModelState:
     """Why the running engine cannot have the model."""
     used: float = 0.0
     """When requests of it last started, by the monotonic clock."""
+    is_passing: bool = False
+    """Whether the engine computes passes of the model: a call that is made now takes effect after them."""
     restore_deaths: int = 0
     """Points of consecutive engine deaths while the model was being restored."""
 

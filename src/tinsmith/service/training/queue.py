@@ -92,10 +92,16 @@ class RequestQueue:
         """Whether there are requests of the model, or forks of it."""
         return model_id in self._of_model
 
-    def of_idle_models(self, busy: Collection[str]) -> Collection[QueuedRequest]:
-        """The requests of the models that are not busy: only these can start, and the others may be many."""
+    def count(self, model_id: str) -> int:
+        """Number of requests of the model, and forks of it."""
+        return len(self._of_model.get(model_id, ()))
+
+    def of_idle_models(self, busy: Collection[str], running: Collection[str] = ()) -> Collection[QueuedRequest]:
+        """The requests of the models that are not busy: only these can start, and the others may be many. Those whose
+        ids are in `running` are left out."""
         idle = [requests for model_id, requests in self._of_model.items() if model_id not in busy]
-        return {request.id: request for requests in idle for request in requests.values()}.values()
+        own = (request for requests in idle for request in requests.values() if request.id not in running)
+        return {request.id: request for request in own}.values()
 
     def entries(self, running: Collection[str], now: float) -> Iterator[QueueEntry]:
         """Clients' requests in order of arrival; `running` are the ids of those that run."""

@@ -32,6 +32,11 @@ class RunningGroups:
         """The models of the running requests; a fork has two."""
         return {name for group in self._tasks.values() for each in group for name in (each.model_id, each.source)}
 
+    def of_model(self, model_id: str) -> asyncio.Task[None] | None:
+        """The task of the model's group that was started last; None if it runs nothing."""
+        tasks = [task for task, group in self._tasks.items() if group[0].model_id == model_id]
+        return tasks[-1] if tasks else None
+
     def start(self, group: Group, work: Coroutine[Any, Any, None]) -> None:
         """Run a group by `work`, which raises nothing."""
         task = asyncio.create_task(work)

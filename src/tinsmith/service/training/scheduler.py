@@ -5,15 +5,18 @@ but forward_backward), or forward_backward requests of one model. Groups of diff
 engine computes them in turn, by tokens of their owners. The requests of a model run in the order of seq_id, where gaps
 mean nothing. The limits here are each owner's own, so no owner waits for another.
 
+The optimizer step after passes starts while the engine computes them: it is given to the engine, which takes the calls
+of a model in their order, before their results are back.
+
 Shadow passes run one at a time; the later requests of their model wait for them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from tinsmith.service.storage.records import QueuedRequest
+from tinsmith.service.storage.records import OptimStep, QueuedRequest
 
 MAX_BARRIERS = 8
 """Barriers of an owner that run at the same time: the steps of one model overlap the commits of others."""
@@ -22,15 +25,20 @@ Group = tuple[QueuedRequest, ...]
 
 
 def next_groups(
-    requests: Iterable[QueuedRequest], running: Sequence[Group], budget: int, last_shadow_owner: str = ""
+    requests: Iterable[QueuedRequest],
+    running: Sequence[Group],
+    budget: int,
+    last_shadow_owner: str = "",
+    passing: Collection[str] = (),
 ) -> list[Group]:
-    """The groups to start beside those that run, in order.
+    """The groups to start beside those that run, in order. `requests` do not run.
 
     An owner's running forward_backward requests hold up to `budget` tokens, and one request over the budget.
-    `last_shadow_owner` is the owner of the last shadow pass.
+    `last_shadow_owner` is the owner of the last shadow pass. `passing` are models whose passes the engine computes, and
+    which run nothing else.
     """
     waiting = list(requests)
-    groups = _candidates(waiting, running, budget)
+    groups = _candidates(waiting, running, budget, passing)
     if any(request.alone for request in waiting):  # one at a time, so that the next death has one possible cause
         return [] if running else sorted(groups, key=lambda group: (not group[0].alone, *_age(group)))[:1]
     groups.sort(key=_age)
@@ -94,8 +102,10 @@ def _tokens(group: Group) -> int:
     return sum(request.tokens for request in group)
 
 
-def _candidates(requests: Sequence[QueuedRequest], running: Iterable[Group], budget: int) -> list[Group]:
-    """The next group of each model that runs nothing.
+def _candidates(
+    requests: Sequence[QueuedRequest], running: Iterable[Group], budget: int, passing: Collection[str]
+) -> list[Group]:
+    """The next group of each model that runs nothing, and the next step of each that is `passing`.
 
     A fork of a model in training is a barrier of both models.
     """
@@ -110,7 +120,7 @@ def _candidates(requests: Sequence[QueuedRequest], running: Iterable[Group], bud
     for model_id, queue in models.items():
         queue.sort(key=lambda request: request.place(model_id))
         first = queue[0]
-        if model_id in busy:
+        if model_id in busy and not (model_id in passing and isinstance(first.operation, OptimStep)):
             continue
         if first.source:
             first_forks[first.id] += 1

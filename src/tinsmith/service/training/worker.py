@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -216,7 +216,8 @@ class Worker:
                     watch = self._watch_engine()
                 self._queue.wake.clear()
                 for group in self._next_groups():
-                    self._running.start(group, self._run(group))
+                    passes = self._running.of_model(group[0].model_id)
+                    self._running.start(group, self._run(group, passes))
                 await self._queue.wake.wait()
         except Exception:
             await self.host.stop()  # the next call must not repeat what the engine is doing
@@ -254,31 +255,40 @@ class Worker:
             self.host.allow_sampling()  # samples wait until then, so that the next death has one possible cause
         if self._draining:
             return ()
-        busy = () if self._queue.must_isolate else self._running.models
-        requests = attended_first(self._queue.of_idle_models(busy), self._activity.abandoned(), self._queue.models())
-        running = self._running.groups
-        groups = next_groups(requests, running, self._batch_tokens, self._last_shadow_owner)
+        running, passing = self._running.groups, self._passing()
+        if self._queue.must_isolate:
+            waiting = self._queue.of_idle_models(())
+        else:
+            waiting = self._queue.of_idle_models(self._running.models - passing, self._running.ids)
+        requests = attended_first(waiting, self._activity.abandoned(), self._queue.models())
+        groups = next_groups(requests, running, self._batch_tokens, self._last_shadow_owner, passing)
         for group in groups:
             if group[0].in_background:
                 self._last_shadow_owner = group[0].owner
         return groups
 
-    async def _run(self, group: Group) -> None:
+    def _passing(self) -> set[str]:
+        """The models whose passes the engine computes, and which run nothing else."""
+        groups = Counter(group[0].model_id for group in self._running.groups)
+        return {model_id for model_id, count in groups.items() if count == 1 and self._states[model_id].is_passing}
+
+    async def _run(self, group: Group, passes: asyncio.Task[None] | None) -> None:
+        """Run a group. `passes` runs passes of the same model, which the engine has."""
         try:
             async with self.host.occupancy.share() as stay:
-                await self._attempt(group, stay)
+                await self._attempt(group, stay, passes)
         except Exception:
             log.exception("Results of %s cannot be stored; the requests run again.", _ids(group))
             await self._replace_engine()  # its models are ahead of the database
             await asyncio.sleep(RETRY_S)
 
-    async def _attempt(self, group: Group, stay: Stay) -> None:
+    async def _attempt(self, group: Group, stay: Stay, passes: asyncio.Task[None] | None) -> None:
         started: Sequence[QueuedRequest] = ()
         try:
             async with self._execution.holding(group):
                 started = await self._execution.load_models(group)
                 if started:
-                    await self._execution.run(started, self._batch_tokens)
+                    await self._execution.run(started, self._batch_tokens, passes)
         except EngineDied as death:
             await self.host.stop()
             if not self._is_replacing:
