@@ -205,12 +205,15 @@ def test_slots_wait_for_a_machine_that_joins(
         there = {machine.name for machine in await slots.machines() if machine.cpus}
         wanted = len(there) + 1
         waiting = asyncio.create_task(slots._reserve(wanted, "trainer", {"CPU": 1}, "STRICT_SPREAD"))
-        await asyncio.sleep(2)
-        assert not waiting.done()
-        assert f"no room for {wanted} x trainer: 1 CPU; waiting for machines" in caplog.text
-        ray_cluster.add_node()
-        reserved = await asyncio.wait_for(waiting, 120)
-        assert len({slot.machine for slot in reserved} - there) == 1
+        while f"no room for {wanted} x trainer: 1 CPU; waiting for machines" not in caplog.text:
+            assert not waiting.done()
+            await asyncio.sleep(0.05)
+        node = ray_cluster.add_node()
+        try:
+            reserved = await asyncio.wait_for(waiting, 120)
+            assert len({slot.machine for slot in reserved} - there) == 1
+        finally:
+            ray_cluster.kill(node)  # the cluster is that of all tests
 
     wait(run())
 
