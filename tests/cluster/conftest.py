@@ -20,7 +20,6 @@ TOKEN = "0123456789abcdef" * 4
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": TOKEN,
-    "RAY_raylet_start_wait_time_s": "300",
     "RAY_gcs_server_request_timeout_seconds": "60",
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_USAGE_STATS_ENABLED": "0",

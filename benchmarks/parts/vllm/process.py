@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.comparison import Setting
+from tinsmith.engine.processes.slots import WAITING_THREADS
 
 PROGRAM = Path(__file__).with_name("program.py")
 LOG_END = 3000
@@ -27,14 +28,16 @@ class VllmError(RuntimeError):
 
 
 class VllmProcess:
-    """A running vLLM with the setting's model, dtype and threads, and an adapter in PEFT's format or none.
+    """A running vLLM with the setting's model, dtype and threads, and an adapter in PEFT's format or none. Its threads
+    wait as they do by default.
 
     The interpreter has vLLM. All methods raise VllmError.
     """
 
     def __init__(self, python: Path, setting: Setting, adapter: Path | None = None) -> None:
+        inherited = {name: value for name, value in os.environ.items() if name not in WAITING_THREADS}
         environment = {
-            **os.environ,
+            **inherited,
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": "",
             "OMP_NUM_THREADS": str(setting.threads),

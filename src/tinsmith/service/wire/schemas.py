@@ -75,12 +75,6 @@ class OptimizerBody(WireModel):
     type: str = "adamw"
 
 
-class ClientConfigBody(WireModel):
-    """client/config and client/dynamic_config."""
-
-    sdk_version: str = ""
-
-
 class SessionBody(WireModel):
     """create_session."""
 
