@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import gguf
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -166,30 +165,34 @@ def _first(folder: Path) -> Iterator[None]:
         file.unlink(missing_ok=True)
 
 
-class _Reader(gguf.GGUFReader):
-    """Reads a plain array. A vocabulary takes a million slices, and those of a memory map take three times as long."""
-
-    @property
-    def data(self) -> np.ndarray:
-        return self._data
-
-    @data.setter
-    def data(self, mapped: np.ndarray) -> None:
-        self._data = mapped.view(np.ndarray)
-
-
 @contextmanager
 def _read_once() -> Iterator[None]:
     """transformers reads a GGUF file for each of config, weights and tokenizer, and makes a table of all names for each
     module; here both are made once."""
+    import gguf
+
+    class Reader(gguf.GGUFReader):
+        """Reads a plain array. A vocabulary takes a million slices, and those of a memory map take three times as
+        long."""
+
+        @property
+        def data(self) -> np.ndarray:
+            return self._data
+
+        @data.setter
+        def data(self, mapped: np.ndarray) -> None:
+            self._data = mapped.view(np.ndarray)
+
     names = cache(gguf.get_tensor_name_map)
-    with patch.multiple(gguf, GGUFReader=cache(_Reader), get_tensor_name_map=names):
+    with patch.multiple(gguf, GGUFReader=cache(Reader), get_tensor_name_map=names):
         yield
 
 
 def _dtype_of(file: Path) -> torch.dtype:
     """The dtype for the matrices of a GGUF file. Where they are quantized, float16 rounds far less than that did, and
     products of few rows can read it (`matmul.pack_float16`)."""
+    import gguf
+
     kinds = {tensor.tensor_type for tensor in gguf.GGUFReader(file).tensors if len(tensor.shape) > 1}
     if gguf.GGMLQuantizationType.F32 in kinds:
         return torch.float32
