@@ -67,9 +67,9 @@ def test_few_rows_of_a_float16_matrix_are_exact(dtype: torch.dtype, reorder: boo
         frozen.reorder()
     assert frozen.has_float16
     exact = inputs.double() @ weight.double().T + 1
-    torch.testing.assert_close(frozen(inputs).double(), exact, rtol=0, atol=5e-5)
+    torch.testing.assert_close(frozen(inputs).double(), exact, rtol=0, atol=1e-4)
     # Not contiguous, as a slice of a step's rows is.
-    torch.testing.assert_close(frozen(inputs.T.contiguous().T).double(), exact, rtol=0, atol=5e-5)
+    torch.testing.assert_close(frozen(inputs.T.contiguous().T).double(), exact, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
