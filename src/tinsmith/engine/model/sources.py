@@ -203,7 +203,7 @@ def _write_converted(file: Path, folder: Path) -> Path:
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     with load_errors(str(file)), _read_once():
         dtype = _dtype_of(file)
-        loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).to(dtype)
+        loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(**source)
     text = "What is 39 + 13?\nAnswer with the number only: é"
     if tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) != text:
@@ -213,7 +213,7 @@ def _write_converted(file: Path, folder: Path) -> Path:
     config = AutoConfig.for_model(**_plain(loaded.config.to_dict()))
     with torch.device("meta"):  # takes over the weights: no second copy
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.load_state_dict({name: tensor.to(dtype) for name, tensor in loaded.state_dict().items()}, assign=True)
     model.tie_weights()
     with shared_folder(folder) as converted:
         model.save_pretrained(converted)
