@@ -188,7 +188,7 @@ def connecting_to(
 
 
 def import_trainer() -> type[TinkerTrainer]:
-    """Import what a run needs from when its server answers: the SDK, with it PyTorch, and tokenizers."""
+    """Import what a run needs as soon as its server answers: tokenizers, and the SDK, which imports PyTorch."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
     from tinsmith.rl.policy.tinker import TinkerTrainer

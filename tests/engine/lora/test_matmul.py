@@ -53,23 +53,39 @@ def test_weights_are_reordered_if_memory_allows(tiny_llama: Path, monkeypatch: p
     assert all(matrix.reordered for matrix in matrices)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 7, 16, 17, 96, 97])
-@pytest.mark.parametrize("reorder", [False, True])
+FBGEMM = pytest.mark.skipif(
+    "fbgemm" not in torch.backends.quantized.supported_engines, reason="PyTorch has no FBGEMM here"
+)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 16, 17])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="PyTorch has no FBGEMM here")
-def test_few_rows_of_a_float16_matrix_are_exact(dtype: torch.dtype, reorder: bool, rows: int):
+@FBGEMM
+def test_few_rows_of_a_float16_matrix_are_exact(dtype: torch.dtype, rows: int):
     draw = torch.Generator().manual_seed(rows)
     weight = torch.randn(400, 256, generator=draw).to(dtype).float()
     inputs = torch.randn(rows, 256, generator=draw)
     frozen = FrozenLinear(weight, torch.ones(400))
     pack_float16([frozen])
+    assert frozen.reorder().has_float16
+    exact = inputs.double() @ weight.double().T + 1
+    torch.testing.assert_close(frozen(inputs).double(), exact, rtol=0, atol=5e-5)
+    # Not contiguous, as a slice of a step's rows is.
+    torch.testing.assert_close(frozen(inputs.T.contiguous().T).double(), exact, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize(("reorder", "limit"), [(False, matmul.PLAIN_FLOAT16_ROWS), (True, matmul.FLOAT16_ROWS)])
+@FBGEMM
+def test_a_plain_matrix_reads_float16_for_more_rows(reorder: bool, limit: int):
+    """The copy differs from the matrix here, so that the outputs show which was read."""
+    weight = torch.ones(400, 256)
+    frozen = FrozenLinear(weight.clone())
+    pack_float16([frozen])
+    frozen._float16 = torch.ops.quantized.linear_prepack_fp16(2 * weight, None)
     if reorder:
         frozen.reorder()
-    assert frozen.has_float16
-    exact = inputs.double() @ weight.double().T + 1
-    torch.testing.assert_close(frozen(inputs).double(), exact, rtol=0, atol=1e-4)
-    # Not contiguous, as a slice of a step's rows is.
-    torch.testing.assert_close(frozen(inputs.T.contiguous().T).double(), exact, rtol=0, atol=1e-4)
+    read = [int(frozen(torch.ones(rows, 256))[0, 0]) for rows in (1, limit, limit + 1)]
+    assert read == [512, 512, 256]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 import torch
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.model import loading, sources
@@ -180,3 +181,14 @@ def test_shared_reader_reads_what_the_package_reads(tmp_path: Path) -> None:
         name: field.contents() for name, field in theirs.fields.items()
     }
     assert np.array_equal(ours.tensors[0].data, theirs.tensors[0].data)
+
+
+def test_transformers_reads_through_the_shared_reader(tmp_path: Path) -> None:
+    """Break it: give `_dtype_of`'s reader the path as it is; a file is then read twice."""
+    file = tmp_path / "model.gguf"
+    write_gguf(file)
+    with sources._read_once():
+        sources._dtype_of(file)
+        load_gguf_checkpoint(str(file))
+        counts = gguf.GGUFReader.cache_info()  # pyright: ignore[reportAttributeAccessIssue]
+    assert (counts.misses, counts.hits) == (1, 1)

@@ -68,6 +68,7 @@ def test_pause_of_the_parent_is_one_tick() -> None:
         time.sleep(1.0)  # noqa: ASYNC251 - the loop stands still
         await asyncio.sleep(0.02)
         assert not stalled.done()
+        assert heartbeats._silence.seconds < 0.2
         stalled.cancel()
 
     asyncio.run(main())

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -167,8 +166,10 @@ def _first(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _read_once() -> Iterator[None]:
-    """transformers reads a GGUF file for each of config, weights and tokenizer, and makes a table of all names for each
-    module; here both are made once."""
+    """Have transformers read a GGUF file once, which it reads for each of config, weights and tokenizer, and make its
+    table of names once, which it makes for each module."""
+    from unittest.mock import patch
+
     import gguf
 
     class Reader(gguf.GGUFReader):
@@ -193,7 +194,7 @@ def _dtype_of(file: Path) -> torch.dtype:
     products of few rows can read it (`matmul.pack_float16`)."""
     import gguf
 
-    kinds = {tensor.tensor_type for tensor in gguf.GGUFReader(file).tensors if len(tensor.shape) > 1}
+    kinds = {tensor.tensor_type for tensor in gguf.GGUFReader(str(file)).tensors if len(tensor.shape) > 1}
     if gguf.GGMLQuantizationType.F32 in kinds:
         return torch.float32
     return torch.bfloat16 if gguf.GGMLQuantizationType.BF16 in kinds else torch.float16

@@ -83,8 +83,10 @@ class Execution:
     async def run(
         self, batch: Sequence[QueuedRequest], batch_tokens: int, passes: asyncio.Task[None] | None = None
     ) -> None:
-        """Run a batch whose models are loaded: passes, or one barrier. `passes` runs passes of the same model, after
-        which a barrier takes effect and has its result stored."""
+        """Run a batch whose models are loaded: passes, or one barrier.
+
+        `passes` is the task of earlier passes of the barrier's model; the barrier's result is stored after theirs.
+        """
         if isinstance(batch[0].operation, Pass):
             await self._run_passes(batch, batch_tokens)
         else:
@@ -119,7 +121,7 @@ class Execution:
 
     @contextmanager
     def _passing(self, batch: Sequence[QueuedRequest]) -> Iterator[None]:
-        """The engine is given passes of a model at the beginning of the block, and has computed them at its end."""
+        """Note that the engine computes passes of a model during the block: the next step may be given to it."""
         model_id = batch[0].model_id
         state = self._states[model_id]
         state.is_passing = all(request.packs for request in batch)
