@@ -24,6 +24,7 @@ from tinsmith.dialects import dialects, read_run
 from tinsmith.engine_options import DeviceOptions
 from tinsmith.errors import ConfigError
 from tinsmith.imports import has_torch
+from tinsmith.processes import garbage_collection
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.diagnosis import Diagnosis, diagnose
 from tinsmith.rl.ending.stop import StopSignal
@@ -189,12 +190,13 @@ def connecting_to(
 
 def import_trainer() -> type[TinkerTrainer]:
     """Import what a run needs as soon as its server answers: tokenizers, and the SDK, which imports PyTorch."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+    with garbage_collection.paused():
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
-    from tinsmith.rl.policy.tinker import TinkerTrainer
+        from tinsmith.rl.policy.tinker import TinkerTrainer
 
-    if has_torch():  # configurations of models, which are read with their tokenizers, import it
-        import transformers.activations  # noqa: F401
+        if has_torch():  # configurations of models, which are read with their tokenizers, import it
+            import transformers.activations  # noqa: F401
     return TinkerTrainer
 
 

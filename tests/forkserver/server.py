@@ -9,7 +9,7 @@ import socket
 import sys
 from pathlib import Path
 
-from tinsmith.processes import fork_server
+from tinsmith.processes import fork_server, garbage_collection
 
 
 def preload() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
     path, executable = sys.argv[1:]
     status = fork_server.ends_at_once()
     preload()
-    fork_server.share_memory()
+    garbage_collection.leave_out_existing()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(64)

@@ -17,6 +17,7 @@ from tinsmith.engine.memory_plan import GB, Gpu, MemoryPlan
 from tinsmith.errors import ConfigError
 from tinsmith.imports import require_torch
 from tinsmith.overrides import COMMAND_LINE
+from tinsmith.processes import garbage_collection
 from tinsmith.service.config import ServeConfig
 from tinsmith.settings import Settings, build, field_docs, read_values
 
@@ -82,7 +83,8 @@ def serve(
     **options: Any,
 ) -> None:
     """Serve the Tinker API on this machine until interrupted."""
-    from tinsmith.service.server import serve as serve_until_signal
+    with garbage_collection.paused():
+        from tinsmith.service.server import serve as serve_until_signal
 
     values = {OPTIONS[name]: value for name, value in options.items() if value is not None}
     nested = tuple(f"{path}={value}" for path, value in values.items() if "." in path)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import atexit
 import fcntl
-import gc
 import os
 import selectors
 import signal
@@ -19,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from tinsmith.imports import import_object
+from tinsmith.processes import garbage_collection
 from tinsmith.processes.messages import receive_exactly
 from tinsmith.processes.parent import end_with_forking_thread
 from tinsmith.processes.start import parents_socket
@@ -41,17 +41,11 @@ def main() -> None:
     status = ends_at_once()
     connection = parents_socket()
     import_object(sys.argv[2])()
-    share_memory()
+    garbage_collection.leave_out_existing()
     connection.send(READY)
     function, *arguments = become(serve(connection, lambda: _next_program(connection)))
     sys.argv = [function, *arguments]
     run(import_object(function), status)
-
-
-def share_memory() -> None:
-    """Keep the garbage collector of the forks from writing to what they share."""
-    gc.collect()
-    gc.freeze()
 
 
 def ends_at_once() -> list[int]:

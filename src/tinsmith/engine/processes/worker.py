@@ -26,6 +26,7 @@ from tinsmith.engine.processes.heartbeat import Heartbeat, blocks_moved, load_pr
 from tinsmith.engine.processes.rpc import Call, Delta, Reply, methods_of
 from tinsmith.engine.processes.tls import TlsSocket
 from tinsmith.errors import EngineError, TinsmithError
+from tinsmith.processes import garbage_collection
 from tinsmith.processes.messages import encode, read
 
 
@@ -124,7 +125,8 @@ async def answer_calls(engine: Any, link: ParentLink) -> None:
 def _load(config: Any, link: ParentLink, load: Callable[[Any], Engine]) -> Engine | None:
     """Build the engine and send its card, or send the error and return None."""
     try:
-        engine = load(config)
+        with garbage_collection.paused():
+            engine = load(config)
     except TinsmithError as error:
         link.send(error)
         return None

@@ -6,6 +6,8 @@ import asyncio
 import gc
 from collections.abc import Callable
 
+from tinsmith.processes.garbage_collection import leave_out_existing
+
 INTERVAL_S = 0.1
 """Time between two measurements."""
 COLLECT_AFTER = 10_000
@@ -27,6 +29,5 @@ def limit_collections() -> None:
     Objects that exist now are left out of later ones: most are the modules', which a full collection would visit each
     time. With Python's own threshold, a small request would cause several collections.
     """
-    gc.collect()
-    gc.freeze()
+    leave_out_existing()
     gc.set_threshold(COLLECT_AFTER, *gc.get_threshold()[1:])

@@ -1,0 +1,43 @@
+"""Objects that later garbage collections leave out."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from tinsmith.processes import garbage_collection
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Iterator[None]:
+    """The collector as it was, with nothing frozen but what was."""
+    yield
+    gc.enable()
+
+
+def test_nothing_is_collected_while_paused() -> None:
+    """Break `paused`: don't disable the collector."""
+    before = gc.get_freeze_count()
+    with garbage_collection.paused():
+        assert not gc.isenabled()
+        made = [[index] for index in range(1000)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= before + len(made)
+    assert not any(each is made[0] for each in gc.get_objects())
+
+
+def test_pause_within_a_pause_does_not_end_it() -> None:
+    """Break `paused`: enable the collector always."""
+    gc.disable()
+    with garbage_collection.paused():
+        pass
+    assert not gc.isenabled()
+
+
+def test_collector_runs_again_after_an_error() -> None:
+    """Break `paused`: enable the collector without `finally`."""
+    with pytest.raises(ImportError), garbage_collection.paused():
+        raise ImportError("no such library")
+    assert gc.isenabled()
