@@ -82,6 +82,12 @@ def test_overrides_reach_into_stages(tmp_path: Path):
     assert [foreign.stage_config(number).algorithm.type for number in (1, 2)] == ["grpo_std", "rloo"]
 
 
+def test_stages_of_a_run_file_replace_those_of_trinity(tmp_path: Path):
+    """Break `_has_own_stages`: return False."""
+    stages = read(tmp_path, 'stages=[{"name": "first", "steps": 2}, {"name": "then"}]').settings.stages
+    assert [stage.name for stage in stages] == ["first", "then"]
+
+
 def test_overrides_replace_referenced_values():
     assert read_run(TINKER, ["name=other", "buffer.batch_size=8"]).settings.groups_per_step == 8
 

@@ -18,7 +18,7 @@ from tinsmith.dialects.base import Dialect, has_key
 from tinsmith.dialects.unread import refuse_unread
 from tinsmith.dialects.wording import in_words_of
 from tinsmith.errors import ConfigError
-from tinsmith.overrides import COMMAND_LINE, apply_overrides, list_notes, override_key
+from tinsmith.overrides import COMMAND_LINE, apply_overrides, list_notes, override_key, read_value
 from tinsmith.rl import plugin_files
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.plugins import Names
@@ -99,7 +99,8 @@ def _read_foreign(file: Path, values: Mapping[str, Any], overrides: Sequence[str
     for override in overrides:
         key = dialect.override_key(override)
         exists = without_entries(key) in own
-        if _is_foreign(dialect, key) or (dialect.is_own(override) and not exists):
+        foreign = _is_foreign(dialect, key) and not _has_own_stages(dialect, override)
+        if foreign or (dialect.is_own(override) and not exists):
             before.append(override)
             continue
         if not exists:
@@ -139,6 +140,15 @@ def _is_foreign(dialect: Dialect, key: str) -> bool:
     if head in dialect.schema.model_fields and head not in RunConfig.model_fields:
         return True
     return has_key(dialect.schema, [head, *rest])
+
+
+def _has_own_stages(dialect: Dialect, override: str) -> bool:
+    """Whether an override sets the whole list `stages` to stages of RunConfig: each has a name, which the dialect's
+    have not under this key."""
+    if not override.startswith("stages=") or "name" in dialect.stage_keys:
+        return False
+    stages = read_value("stages", override.partition("=")[2])
+    return isinstance(stages, list) and all(isinstance(stage, Mapping) and "name" in stage for stage in stages)
 
 
 def _check_key(dialect: Dialect, key: str) -> None:
