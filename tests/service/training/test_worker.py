@@ -12,7 +12,8 @@ from tinsmith.engine.base import Pass
 from tinsmith.errors import BadRequest, EngineError
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.server import run_service
-from tinsmith.service.storage.records import Model
+from tinsmith.service.storage.records import Model, OptimStep
+from tinsmith.service.training.operations import Operations
 
 
 async def train(app: Api, model: str, seq: int, steps: int) -> list[float]:
@@ -212,6 +213,54 @@ def test_step_is_given_to_the_engine_during_its_passes(tmp_path: Path) -> None:
             answers = [await app.result(each) for each in await step_during_passes(app, start, await app.model(seed=1))]
             assert "metrics" in answers[1].json()
             assert answers[1].json()["metrics"]["grad_norm"] == expected["metrics"]["grad_norm"] > 0
+
+    asyncio.run(main())
+
+
+def test_step_is_stored_in_one_transaction_with_its_passes(tmp_path: Path) -> None:
+    """Break it: leave `next_step` out of `Execution._run_passes`."""
+
+    async def main() -> None:
+        start = Factory()
+        async with api(tmp_path, start) as app:
+            groups: list[list[int]] = []
+            finish, store = app.service.store.finish, app.service.store
+
+            async def observed(ends, *records) -> None:
+                groups.append([end.request.seq for end in ends])
+                await finish(ends, *records)
+
+            model = await app.model(seed=1)
+            store.finish = observed  # type: ignore[method-assign]
+            for promise in await step_during_passes(app, start, model):
+                await app.result(promise)
+            assert groups == [[1, 2]]
+            assert "metrics" in await app.step(model, 3)
+            assert groups == [[1, 2], [3]]
+
+    asyncio.run(main())
+
+
+def test_step_that_fails_leaves_its_passes_their_results(tmp_path: Path) -> None:
+    """Break it: let `ModelState.performing` leave the result open after an error: the passes wait for ever."""
+
+    async def main() -> None:
+        start = Factory()
+        async with api(tmp_path, start) as app:
+            model = await app.model(seed=1)
+            perform = Operations.perform
+
+            async def failing(self, request, *others):
+                done = await perform(self, request, *others)
+                if isinstance(request.operation, OptimStep):
+                    raise EngineError("no step")
+                return done
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Operations, "perform", failing)
+                passed, stepped = await step_during_passes(app, start, model)
+                assert loss_in(await app.result(passed)) > 0
+                assert "no step" in (await app.result(stepped)).json()["error"]
 
     asyncio.run(main())
 

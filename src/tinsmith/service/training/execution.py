@@ -85,7 +85,8 @@ class Execution:
     ) -> None:
         """Run a batch whose models are loaded: passes, or one barrier.
 
-        `passes` is the task of earlier passes of the barrier's model; the barrier's result is stored after theirs.
+        `passes` is the task of passes of the barrier's model that the engine has. The result of an optim_step is stored
+        with theirs, in one transaction.
         """
         if isinstance(batch[0].operation, Pass):
             await self._run_passes(batch, batch_tokens)
@@ -112,19 +113,21 @@ class Execution:
         self._telemetry.requests_ran(request.id for request in batch)
         self._telemetry.record_mismatches(name, passes, results)
         batch_id = time.time_ns()
-        await self._queue.finish(
-            [
-                FinishedRequest(request=request, result=pass_result(result), batch=batch_id)
-                for request, result in zip(batch, results, strict=True)
-            ]
-        )
+        finished = [
+            FinishedRequest(request=request, result=pass_result(result), batch=batch_id)
+            for request, result in zip(batch, results, strict=True)
+        ]
+        next_step = self._states[batch[0].model_id].next_step
+        if next_step is not None and (step := await next_step) is not None:
+            finished.append(step)  # in one transaction, which saves a sync of the disk
+        await self._queue.finish(finished)
 
     @contextmanager
     def _passing(self, batch: Sequence[QueuedRequest]) -> Iterator[None]:
         """Note that the engine computes passes of a model during the block: the next step may be given to it."""
         model_id = batch[0].model_id
         state = self._states[model_id]
-        state.is_passing = all(request.packs for request in batch)
+        state.is_passing, state.next_step = all(request.packs for request in batch), None
         if self._queue.count(model_id) > len(batch):
             self._queue.wake.set()  # the next may be a step
         try:
@@ -149,8 +152,12 @@ class Execution:
 
     async def _run_operation(self, request: QueuedRequest, model: Model, passes: asyncio.Task[None] | None) -> None:
         self._telemetry.requests_started([request.id])
+        state = self._states[request.model_id]
         try:
-            done = await self._operations.perform(request, model, self._host.engine)
+            with state.performing() as result:
+                done = await self._operations.perform(request, model, self._host.engine)
+                finished = FinishedRequest(request=request, result=done.result)
+                result.set_result(finished)
         except EngineDied:
             raise
         except TinsmithError as error:
@@ -160,8 +167,9 @@ class Execution:
         self._telemetry.requests_ran([request.id])
         if passes is not None:
             await self._stored(passes)
-        await self._queue.finish([FinishedRequest(request=request, result=done.result)], *done.records)
-        await self._post_commit.run(request, done, self._states[request.model_id])
+        if self._queue.unfinished([request]):  # else they have stored this result too
+            await self._queue.finish([finished], *done.records)
+        await self._post_commit.run(request, done, state)
 
     async def _stored(self, passes: asyncio.Task[None]) -> None:
         """Wait until passes have their results. Raises EngineDied if these could not be stored: what the engine did

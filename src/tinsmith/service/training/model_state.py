@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tinsmith.engine.interface import Engine
 from tinsmith.errors import EngineDied, EngineError, Gone, TinsmithError
 from tinsmith.service.engines.host import MAX_DEATH_POINTS, MAX_ENGINE_DEATHS, death_points
 from tinsmith.service.storage.records import Model
-from tinsmith.service.storage.store import Store
+from tinsmith.service.storage.store import FinishedRequest, Store
 from tinsmith.service.training.background_writes import BackgroundWriter
 from tinsmith.service.training.journal import Journal
 
@@ -37,6 +39,9 @@ class ModelState:
     """When requests of it last started, by the monotonic clock."""
     is_passing: bool = False
     """Whether the engine computes passes of the model: a call that is made now takes effect after them."""
+    next_step: asyncio.Future[FinishedRequest | None] | None = None
+    """Result of the optim_step that the engine was given during these passes, which store it with theirs; None if it
+    fails."""
     restore_deaths: int = 0
     """Points of consecutive engine deaths while the model was being restored."""
 
@@ -45,6 +50,19 @@ class ModelState:
         if self.restore_deaths < MAX_DEATH_POINTS:
             self.load_finished.clear()
             self.error = None
+
+    @contextmanager
+    def performing(self) -> Iterator[asyncio.Future[FinishedRequest | None]]:
+        """Around a step's call of the engine. Passes of the model that the engine computes wait for the result, which
+        the caller sets if the step succeeds."""
+        result: asyncio.Future[FinishedRequest | None] = asyncio.get_running_loop().create_future()
+        if self.is_passing:
+            self.next_step = result
+        try:
+            yield result
+        finally:
+            if not result.done():
+                result.set_result(None)
 
     def record_engine_death(self, model_id: str, death: EngineDied) -> None:
         """Count an engine that died while the model was being restored."""
