@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -16,6 +15,7 @@ from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
 from tests import certificates, forkserver, lost_cancellations
+from tinsmith.processes.garbage_collection import leave_out_existing
 
 pytest_plugins = ["tests.conformance.summary", "tests.object_stores"]
 
@@ -64,8 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Each later garbage collection would visit the objects of all modules and tests, which stay."""
-    gc.collect()
-    gc.freeze()
+    leave_out_existing()
 
 
 @pytest.hookimpl(wrapper=True)

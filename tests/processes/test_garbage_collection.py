@@ -12,18 +12,33 @@ from tinsmith.processes import garbage_collection
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
-    """The collector as it was, with nothing frozen but what was."""
+    """The collector runs again after each test."""
     yield
     gc.enable()
 
 
 def test_nothing_is_collected_while_paused() -> None:
     """Break `paused`: don't disable the collector."""
-    before = gc.get_freeze_count()
     with garbage_collection.paused():
         assert not gc.isenabled()
-        made = [[index] for index in range(1000)]
     assert gc.isenabled()
+
+
+def test_a_pause_leaves_out_nothing_of_its_callers_process() -> None:
+    """Break `paused`: call `leave_out_existing`."""
+    made = [[index] for index in range(1000)]
+    before = gc.get_freeze_count()
+    with garbage_collection.paused():
+        pass
+    assert gc.get_freeze_count() == before
+    assert any(each is made[0] for each in gc.get_objects())
+
+
+def test_existing_objects_are_left_out() -> None:
+    """Break `leave_out_existing`: don't freeze."""
+    made = [[index] for index in range(1000)]
+    before = gc.get_freeze_count()
+    garbage_collection.leave_out_existing()
     assert gc.get_freeze_count() >= before + len(made)
     assert not any(each is made[0] for each in gc.get_objects())
 

@@ -148,7 +148,9 @@ def _has_own_stages(dialect: Dialect, override: str) -> bool:
     if not override.startswith("stages=") or "name" in dialect.stage_keys:
         return False
     stages = read_value("stages", override.partition("=")[2])
-    return isinstance(stages, list) and all(isinstance(stage, Mapping) and "name" in stage for stage in stages)
+    if not (isinstance(stages, list) and stages):
+        return False
+    return all(isinstance(stage, Mapping) and "name" in stage for stage in stages)
 
 
 def _check_key(dialect: Dialect, key: str) -> None:

@@ -9,7 +9,10 @@ from contextlib import contextmanager
 
 
 def leave_out_existing() -> None:
-    """Later collections don't visit the objects that exist now, nor write to the memory that forks share."""
+    """Later collections don't visit the objects that exist now, nor write to the memory that forks share.
+
+    For processes of Tinsmith's own: what becomes garbage in cycles among these objects is never collected.
+    """
     gc.collect()
     gc.freeze()
 
@@ -17,12 +20,11 @@ def leave_out_existing() -> None:
 @contextmanager
 def paused() -> Iterator[None]:
     """Collect nothing within the block, for imports and for what loads a model: nearly all that they make stays, and
-    collections are a quarter of the time of an import of transformers. What exists afterwards is left out for good."""
+    collections are a quarter of the time of an import of transformers."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        leave_out_existing()
         if was_enabled:
             gc.enable()

@@ -130,6 +130,7 @@ def _load(config: Any, link: ParentLink, load: Callable[[Any], Engine]) -> Engin
     except TinsmithError as error:
         link.send(error)
         return None
+    garbage_collection.leave_out_existing()
     link.send(engine.card)
     return engine
 

@@ -53,8 +53,8 @@ class ModelState:
 
     @contextmanager
     def performing(self) -> Iterator[asyncio.Future[FinishedRequest | None]]:
-        """Around a step's call of the engine. Passes of the model that the engine computes wait for the result, which
-        the caller sets if the step succeeds."""
+        """Around an operation on the engine, whose result the caller sets if it succeeds. Passes of the model that the
+        engine computes wait for it; what begins beside them is an optim_step."""
         result: asyncio.Future[FinishedRequest | None] = asyncio.get_running_loop().create_future()
         if self.is_passing:
             self.next_step = result
