@@ -47,7 +47,10 @@ gsm8k: install  ## train SmolLM2 with both of Trinity-RFT's files on GSM8K: make
 # One process per core with one thread each, because engines on shared cores wait for each other. Each may take 2 GB.
 # Tests start many programs, so bytecode is kept even where the environment says otherwise.
 # Files run in order of their names: sorted by number of tests, the tutorials (few and long) would come last.
-PARALLEL = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# A process that crashes ends the run with the failure of its test: pytest-xdist 3.8 hands out the files of a crashed process
+# again, those that it had ended as well, and then waits for ever (its issue 1378).
+PARALLEL = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 \
+	--max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 UNATTENDED = not slow and not gpu and not faults and not cluster
 
 test: install  ## the quick tests, one process per core, at most 4; names those of more than 2 s

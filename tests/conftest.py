@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
-from tests import certificates, forkserver, lost_cancellations
+from tests import certificates, forkserver, sdk_faults
 from tinsmith.processes.garbage_collection import leave_out_existing
 
 pytest_plugins = ["tests.conformance.summary", "tests.object_stores"]
@@ -29,7 +29,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 certificates.replace()
-lost_cancellations.mend()
+sdk_faults.keep_cancellations()
 # A shell that starts the tests in the background has them ignore Ctrl-C, and with them each program that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -48,6 +48,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     faults.addoption("--cuts", type=int, default=400, help="power cuts that are tried")
     faults.addoption("--seed", type=int, default=16, help="seed of both plans")
     faults.addoption("--add", action="store_true", help="write the outcome into benchmarks/results")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    sdk_faults.use_httpx(config)
 
 
 UNLIMITED = {"slow", "faults", "gpu", "cluster"}

@@ -26,7 +26,7 @@ import pytest
 import tinker
 from tinker.lib.telemetry import Telemetry
 
-from tests import forkserver, lost_cancellations
+from tests import forkserver, sdk_faults
 from tests.faults.clients import LOST_CANCELLATION, STUCK_S, has_ended
 from tests.faults.closes import CHECK_S, awaits, stacks, wait_until_closed
 from tests.faults.plan import Plan
@@ -82,7 +82,7 @@ class Client:
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="asyncio.wait_for loses no cancellation any more")
 def test_close_that_lost_its_cancellation_ends_by_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if `wait_until_closed` does not repeat the cancellation, and shows what holds up `close()` in the SDK."""
-    monkeypatch.setattr(asyncio, "wait_for", lost_cancellations.ORIGINAL)
+    monkeypatch.setattr(asyncio, "wait_for", sdk_faults.ORIGINAL)
 
     async def close() -> None:
         client = Client(0.25)

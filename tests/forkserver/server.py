@@ -23,11 +23,11 @@ def preload() -> None:
     import tinsmith.rl.policy.tinker
     import tinsmith.runner
     import tinsmith.service.server  # noqa: F401
-    from tests import lost_cancellations
+    from tests import sdk_faults
     from tinsmith.dialects import dialects
 
     dialects()
-    lost_cancellations.mend()
+    sdk_faults.keep_cancellations()
     assert len(os.listdir("/proc/self/task")) == 1, "a thread does not survive a fork"
 
 

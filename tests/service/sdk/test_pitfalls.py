@@ -43,11 +43,11 @@ def test_permanent_errors_are_raised_at_once(train: tinker.TrainingClient, caplo
     """Without a second attempt."""
     train.save_state("once").result()
     train.save_weights_for_sampler("once").result()
-    caplog.set_level(logging.DEBUG, logger="pyqwest.access")
+    caplog.set_level(logging.DEBUG)
     for again in (train.save_state, train.save_weights_for_sampler):
         with pytest.raises(tinker.BadRequestError, match="exists"):
             again("once").result()
-    sent = [record.getMessage() for record in caplog.records if record.name == "pyqwest.access"]
+    sent = [record.getMessage() for record in caplog.records if "HTTP Request" in record.msg]
     assert sum("/save_weights" in message for message in sent) == 2
 
 
