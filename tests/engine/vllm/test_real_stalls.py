@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 TIMEOUT_S = 20.0
 STALLED = "stalled: requests run, and vLLM's engine makes no step, for 20 s"
-LONG = 8000
+LONG = 3000
 """Tokens of a prompt."""
 
 
