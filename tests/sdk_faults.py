@@ -1,6 +1,6 @@
 """Rare faults of the SDK, kept away from tests: on Python 3.11 `close()` may never return, and its transport may crash.
 
-A user meets both, rarely (docs/reference/compatibility.md). Leaves out programs that tests start, as far as the transport goes: a
+A user has both, rarely (docs/reference/compatibility.md). Leaves out the transport of programs that tests start: a
 program that crashes is one failed test, a process of pytest-xdist is the end of the run.
 """
 
@@ -34,7 +34,7 @@ def keep_cancellations() -> None:
 
 
 def use_httpx(config: pytest.Config) -> None:
-    """Have SDK clients in a process of pytest-xdist use httpx for transport, as a server can also tell them to.
+    """Have SDK clients in a process of pytest-xdist use httpx for transport, as they also do when a server says so.
 
     Threads of its default, pyqwest 0.12, have crashed in 2 of about 30 runs of the whole suite.
     """

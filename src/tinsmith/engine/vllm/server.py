@@ -56,8 +56,8 @@ HEALTH_TIMEOUT_S = 5.0
 STEP_TOKENS = 2048
 """Fewest tokens in a step of vLLM on a CPU, which is its default."""
 BUSY_SHARE = 0.1
-"""Share of one core that vLLM's processes use on a CPU while they compute, on a crowded machine too. A worker that waits
-for vLLM's engine uses 0.03 of a slow core."""
+"""Share of one core that vLLM's processes use on a CPU while they compute, on a crowded machine too. A worker that
+waits for vLLM's engine uses 0.03 of a slow core."""
 START_TIMEOUT_S = 1800.0
 STEP_LIMIT_S = 24 * 3600
 """vLLM's own limit for a step on a CPU, where its default (300 s) ends it at a long prompt: `_check_health` finds the
