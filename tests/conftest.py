@@ -51,7 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    sdk_faults.use_httpx(config)
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist
+        sdk_faults.use_httpx()
 
 
 UNLIMITED = {"slow", "faults", "gpu", "cluster"}

@@ -1,6 +1,6 @@
 """Rare faults of the SDK, kept away from tests: on Python 3.11 `close()` may never return, and its transport may crash.
 
-A user has both, rarely (docs/reference/compatibility.md). Leaves out the transport of programs that tests start: a
+Users see both, rarely (docs/reference/compatibility.md). Leaves out the transport of programs that tests start: a
 program that crashes is one failed test, a process of pytest-xdist is the end of the run.
 """
 
@@ -10,8 +10,6 @@ import asyncio
 import sys
 from collections.abc import Awaitable
 from typing import TypeVar
-
-import pytest
 
 R = TypeVar("R")
 ORIGINAL = asyncio.wait_for
@@ -33,15 +31,13 @@ def keep_cancellations() -> None:
         asyncio.wait_for = wait_for
 
 
-def use_httpx(config: pytest.Config) -> None:
-    """Have SDK clients in a process of pytest-xdist use httpx for transport, as they also do when a server says so.
+def use_httpx() -> None:
+    """Have the SDK's clients in this process use httpx for transport, as they also do when a server says so.
 
     Threads of its default, pyqwest 0.12, have crashed in 2 of about 30 runs of the whole suite.
     """
-    if not hasattr(config, "workerinput"):
-        return
     import httpx
-    from tinker import _base_client
+    from tinker import _base_client, _constants
 
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    limits = _constants.DEFAULT_CONNECTION_LIMITS
     _base_client._default_pyqwest_transport = lambda: httpx.AsyncHTTPTransport(http2=True, limits=limits)

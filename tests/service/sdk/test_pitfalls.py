@@ -33,6 +33,11 @@ def sampled(sampler: tinker.SamplingClient, prompt: types.ModelInput = PROMPT, *
     return sampler.sample(prompt, 1, options).result().sequences[0]
 
 
+def requests(caplog: pytest.LogCaptureFixture, route: str) -> list[str]:
+    """The requests of a route in the log of httpx, which has those of either transport of the SDK."""
+    return [text for record in caplog.records if record.name == "httpx" and route in (text := record.getMessage())]
+
+
 def test_no_error_status_makes_the_sdk_wait() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TinsmithError)]
     assert len(kinds) > 8
@@ -47,8 +52,7 @@ def test_permanent_errors_are_raised_at_once(train: tinker.TrainingClient, caplo
     for again in (train.save_state, train.save_weights_for_sampler):
         with pytest.raises(tinker.BadRequestError, match="exists"):
             again("once").result()
-    sent = [record.getMessage() for record in caplog.records if record.name == "httpx"]
-    assert sum("/save_weights" in message for message in sent) == 2
+    assert len(requests(caplog, "/save_weights")) == 2
 
 
 @pytest.mark.parametrize("hold_s", [0, 45, 120])
@@ -63,7 +67,7 @@ def test_waiting_client_polls_rarely(served: Served, sampler: tinker.SamplingCli
     futures = [sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=400, stop=[])) for _ in range(20)]
     for future in futures:
         assert len(future.result().sequences[0].tokens) == 400
-    polls = [record for record in caplog.records if record.name == "httpx" and "retrieve_future" in record.getMessage()]
+    polls = requests(caplog, "retrieve_future")
     assert len(futures) <= len(polls) < 3 * len(futures)  # a fetch for each sample and few session polls
 
 
