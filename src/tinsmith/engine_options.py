@@ -114,7 +114,8 @@ class EngineOptions(DeviceOptions):
 
     recompute: Recompute = "auto"
     """Activation checkpointing: recompute the activations of a layer in the backward pass instead of storing them, for
-    a third more compute and a tenth of the memory. `auto` applies it to rows longer than two micro-batches."""
+    a third more compute and a tenth of the memory. `auto` applies it to rows longer than two micro-batches where
+    these are not computed in pieces: on GPUs, with recurrent layers, and with experts."""
 
     cache_tokens: CacheTokens = "auto"
     """Capacity of the sampler's KV cache in tokens; requests that do not fit wait. `auto` is 32,768 on a CPU and, on a

@@ -3,7 +3,8 @@
 24 tokens are said and 26 answered in each turn; answers are trained. The rollouts come as a row for each leaf, or as a
 row for each answer with all that was said before it, as an agent's requests are recorded. The baseline computes the
 rows by length, eight at a time, and shares nothing. A ratio is what sharing gives (tokens of all rows by packed
-positions) times what the engine gains on rows that share nothing; the note has both.
+positions) times what the engine gains on rows that share nothing; the note has both. A row for each answer is also
+computed in micro-batches that are about as long as the longest row, which is what the memory is compared at.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from benchmarks.parts.trees import shapes
 from benchmarks.workloads import Batch, grpo, tree
 
 RANK = 32
+ROW_TOKENS = 512
+"""`pass_tokens` that the longest row fits into, with little to spare."""
 SUBJECT = "tree of 20 leaves, depth 10 (24 said, 26 answered a turn), forks at any turn"
 
 
@@ -34,21 +37,27 @@ def measure(setting: Setting) -> list[Line]:
 
 def _speed(setting: Setting) -> list[Line]:
     ours, theirs, small = EngineDriver(setting), Baseline(load(setting), RANK), grpo(groups=1)
-    ours.create("bench", RANK)
-    _train(ours, small)
+    by_row = EngineDriver(setting, pass_tokens=ROW_TOKENS)
+    for engine in (ours, by_row):
+        engine.create("bench", RANK)
+        _train(engine, small)
     theirs.train_batch(small)
     leaves, answers = tree(), tree(by_turn=True)
     sides = {
         "leaves": lambda: _train(ours, leaves),
         "theirs": lambda: theirs.train_batch(leaves),
         "answers": lambda: _train(ours, answers),
+        "small": lambda: _train(by_row, answers),
         "their answers": lambda: theirs.train_batch(answers),
     }
     seconds = rotate(sides, setting.turns)
     ours.close()
+    by_row.close()
+    in_small = replace(answers, name=f"{answers.name}, in micro-batches of {ROW_TOKENS} tokens")
     return [
         replace(_speed_line(leaves, Comparison(seconds["leaves"], seconds["theirs"])), least=None, aim=None),
         _speed_line(answers, Comparison(seconds["answers"], seconds["their answers"])),
+        _speed_line(in_small, Comparison(seconds["small"], seconds["their answers"])),
     ]
 
 
@@ -93,27 +102,31 @@ def _gradients(setting: Setting) -> Line:
 
 def _memory(setting: Setting) -> list[Line]:
     """Peaks above the loaded base, each in a process of its own."""
-    work = tree()
-    rows = {"tree": work, "longest": replace(work, rows=work.rows[:1], prompts=work.prompts[:1])}
+    work = tree(by_turn=True)
+    longest = replace(work, rows=work.rows[-1:], prompts=work.prompts[-1:])
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as apart:
-        peaks = {name: apart.submit(_peak, setting, batch).result() for name, batch in rows.items()}
+        row = apart.submit(_peak, setting, longest, "auto").result()
         theirs = apart.submit(_their_peak, setting, work).result()
-    return [
-        Line(
-            work="the same tree: peak memory above the loaded base",
-            baseline=f"its longest row alone (PEFT on {ROWS} rows: {theirs / 1e9:.2f} GB)",
-            unit="x",
-            values=[peaks["tree"] / peaks["longest"]],
-            ours=f"{peaks['tree'] / 1e9:.2f} GB",
-            theirs=f"{peaks['longest'] / 1e9:.2f} GB",
-            note="with gradients and moments",
-            lower=True,
-        )
-    ]
+        return [
+            Line(
+                work=f"the same tree, pass_tokens {tokens}: peak memory above the loaded base",
+                baseline=f"its longest row alone (PEFT on {ROWS} rows: {theirs / 1e9:.2f} GB)",
+                unit="x",
+                values=[peak / row],
+                least=least,
+                aim=least,
+                ours=f"{peak / 1e9:.2f} GB",
+                theirs=f"{row / 1e9:.2f} GB",
+                note="with gradients and moments",
+                lower=True,
+            )
+            for tokens, least in (("auto", None), (ROW_TOKENS, 1.1))
+            for peak in (apart.submit(_peak, setting, work, tokens).result(),)
+        ]
 
 
-def _peak(setting: Setting, work: Batch) -> int:
-    ours = EngineDriver(setting)
+def _peak(setting: Setting, work: Batch, pass_tokens: str | int) -> int:
+    ours = EngineDriver(setting, pass_tokens=pass_tokens)
     gc.collect()
     base = memory.resident()
     ours.create("bench", RANK)
@@ -131,7 +144,7 @@ def _their_peak(setting: Setting, work: Batch) -> int:
     gc.collect()
     base = memory.resident()
     memory.reset_peak()
-    theirs.train_batch(replace(work, rows=work.rows[:ROWS], prompts=work.prompts[:ROWS]))
+    theirs.train_batch(replace(work, rows=work.rows[-ROWS:], prompts=work.prompts[-ROWS:]))
     return memory.peak() - base
 
 

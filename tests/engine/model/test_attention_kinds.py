@@ -108,6 +108,26 @@ def test_packed_rows_give_pefts_logprobs_and_gradients(
         assert_same(gradients_of(engine, f"m{number}"), reference.gradients(), 1e-3)
 
 
+@pytest.mark.parametrize("recompute", ["auto", "always"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_give_the_results_of_the_whole_tree(
+    kind: str, recompute: str, saved: Any, engine_for: Any, wait: Any, tmp_path: Path
+) -> None:
+    """Fails if the gradients of keys and values from later pieces are dropped, or are added to other positions."""
+    adapter = write_adapter(saved(kind), tmp_path / "adapter", LoraSpec(rank=4, seed=1))
+    results, gradients = [], []
+    for engine in (engine_for(kind), engine_for(kind, pass_tokens=16, recompute=recompute)):
+        assert engine.trainer._cuts
+        wait(engine.load("cut", adapter, optimizer=False))
+        (result,) = wait(engine.run([request("cut", ROWS)]))
+        results.append(result)
+        gradients.append(gradients_of(engine, "cut"))
+    for whole, cut in zip(results[0].logprobs, results[1].logprobs, strict=True):
+        np.testing.assert_allclose(cut, whole, atol=1e-5)
+    assert results[1].metrics["loss:sum"] == pytest.approx(results[0].metrics["loss:sum"], rel=1e-5)
+    assert_same(gradients[1], gradients[0], 1e-5)
+
+
 def test_recomputed_layers_pass_on_the_gradients_of_shared_keys(
     saved: Any, engine_for: Any, wait: Any, tmp_path: Path
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -51,7 +51,7 @@ class Device:
     """Records micro-batches: the tokens of each run in each."""
 
     def __init__(self, fails: Any = lambda runs: None) -> None:
-        from tinsmith.engine.training.micro_batch_queue import MicroBatchQueue
+        from tinsmith.engine.training.micro_batches.queue import MicroBatchQueue
 
         self.batches: list[Counter[Any]] = []
         self._fails = fails
@@ -63,10 +63,11 @@ class Device:
             await asyncio.sleep(0)
         yield
 
-    def _compute(self, parts: Sequence[Any], with_grad: bool) -> None:
+    def _compute(self, parts: Sequence[Any], with_grad: bool) -> Iterator[None]:
         assert all(run.packing_group is parts[0][0].packing_group for run, _ in parts)
         self.batches.append(Counter({run: sum(len(row.tokens) for row in rows) for run, rows in parts}))
         self._fails([run for run, _ in parts])
+        yield from ()
 
     def tokens(self, share: str) -> list[int]:
         """Tokens of a share in each micro-batch."""
@@ -183,9 +184,12 @@ def test_passes_in_company_match_oracle(pair: Any, wait: Any, monkeypatch: pytes
     engine, large, small, oracles = busy_and_single(pair)
     ended, turns = [], []
     compute = engine.trainer._queue._compute
-    monkeypatch.setattr(
-        engine.trainer._queue, "_compute", lambda parts, grad: (turns.append(len(parts)), compute(parts, grad))
-    )
+
+    def counted(parts: Any, grad: bool) -> Iterator[None]:
+        turns.append(len(parts))
+        return compute(parts, grad)
+
+    monkeypatch.setattr(engine.trainer._queue, "_compute", counted)
 
     async def run(request: Any) -> Any:
         [result] = await engine.run([request])

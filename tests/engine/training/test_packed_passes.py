@@ -45,7 +45,7 @@ def request_of(model_id: str, loss_fn: str, rows: list[tuple[int, int, bool]], d
     return Pass(model_id=model_id, data=tuple(data), loss_fn=loss_fn)
 
 
-@pytest.mark.parametrize(("kind", "pass_tokens"), [("llama", 96), ("llama", 1024), ("qwen3", 256)])
+@pytest.mark.parametrize(("kind", "pass_tokens"), [("llama", 24), ("llama", 96), ("llama", 1024), ("qwen3", 256)])
 def test_packing_changes_no_logprob_and_no_gradient(kind: str, pass_tokens: int, pair: Any, wait: Any):
     models = [pair(kind=kind, lora=lora, pass_tokens=pass_tokens) for lora in SPECS]
     engine = models[0][0]

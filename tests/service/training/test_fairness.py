@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tests.service.support.inprocess import Api, Factory, api, pass_body
 from tinsmith.engine.base import Pass
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.torch_engine import TorchEngine
-from tinsmith.engine.training.training_run import Part
+from tinsmith.engine.training.micro_batches.batch import Part
 from tinsmith.service.engines.host import RunningEngine, start_engine
 from tinsmith.service.storage.records import FutureResult
 
@@ -169,8 +169,8 @@ class CountedEngine(TorchEngine):
         self.tokens: Counter[str] = Counter()
         compute = queue._compute
 
-        def counted(parts: Sequence[Part], with_grad: bool) -> None:
-            compute(parts, with_grad)
+        def counted(parts: Sequence[Part], with_grad: bool) -> Iterator[None]:
+            yield from compute(parts, with_grad)
             self.turns += 1
             self.tokens.update({run.share: sum(len(row.tokens) for row in rows) for run, rows in parts})
 

@@ -65,6 +65,11 @@ class GeneralModel(BaseModel):
     adapters: list[ActiveAdapters] = field(default_factory=list)
     """Which adapter serves which positions; empty until the base is adapted."""
 
+    @property
+    @override
+    def cuts_trees(self) -> bool:
+        return False  # its rows are padded
+
     @override
     def hidden(
         self,

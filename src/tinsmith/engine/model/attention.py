@@ -13,6 +13,9 @@ query heads that share a key head folded into the rows. This is several times as
 backward computes in float32. Its matrix of probabilities [Hkv, G Q, K] is saved for the backward where it is small and
 recomputed where it is not, so that memory grows linearly with the length of a row.
 
+A piece of a tree (`packing.cut`) also sees saved keys and values of the positions before it. Its backward adds their
+gradients to those saved, and takes from these what later pieces have added to its own.
+
 Layers may differ in their rule: window, soft cap, sinks (`attention_kernels`). A window is a mask over depths along
 each row's path; keys that no query of a call sees are left out, so a long row costs its length times the window.
 """
@@ -44,7 +47,7 @@ from tinsmith.engine.model.attention_kernels import (
     needs_products,
 )
 from tinsmith.engine.model.attention_rule import AttentionRule
-from tinsmith.engine.model.packing import AttentionJob, PackedTree
+from tinsmith.engine.model.packing import AttentionJob, PackedTree, Piece
 from tinsmith.errors import Unsupported
 
 NAME = "tinsmith"
@@ -113,11 +116,80 @@ class AttentionCall:
 
     start: int
     stop: int
+    """Its own keys; as queries they are counted from the end, since there may be keys before the first query."""
     prefix: tuple[tuple[int, int], ...]
     mask: Tensor | None
     """For an attention kernel: additive [Q, P + Q]; None if every query sees the whole prefix and its own past."""
     batched_mask: Tensor | None
     """For `batched_attention`, which computes the call if this is given: additive [Q, M], for the last M keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerKV:
+    """Keys and values [1, Hkv, N, D] of a layer, and their gradients, in float32."""
+
+    tensors: tuple[Tensor, Tensor]
+    grads: tuple[Tensor, Tensor]
+
+
+class AncestorKV:
+    """Keys and values of the N ancestors of a tree's cuts, by layer, and their gradients from later pieces."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._layers: dict[int, _LayerKV] = {}
+
+    def layer(self, layer: int, key: Tensor, value: Tensor) -> _LayerKV:
+        """The layer's tensors, for keys and values like these."""
+        if layer not in self._layers:
+            shapes = [(1, tensor.shape[1], self._size, tensor.shape[3]) for tensor in (key, value)]
+            self._layers[layer] = _LayerKV(
+                tensors=(key.new_empty(shapes[0]), value.new_empty(shapes[1])),
+                grads=(key.new_zeros(shapes[0], dtype=torch.float32), key.new_zeros(shapes[1], dtype=torch.float32)),
+            )
+        return self._layers[layer]
+
+
+@dataclass(frozen=True, slots=True)
+class PieceKV:
+    """What a piece sees of the positions before it."""
+
+    saved: AncestorKV
+    piece: Piece
+    saves: bool
+    """Whether its own keys and values are saved, as its positions are ancestors of cuts."""
+
+    def layer(self, layer: int, key: Tensor, value: Tensor) -> PieceLayerKV:
+        """The same of one layer, with its own keys and values."""
+        of_layer, past = self.saved.layer(layer, key, value), self.piece.past
+        if self.saves:
+            for saved, own in zip(of_layer.tensors, (key, value), strict=True):
+                saved[:, :, past : past + own.shape[2]] = own.detach()
+        return PieceLayerKV(of_layer, past, torch.from_numpy(self.piece.ancestors))
+
+
+@dataclass(frozen=True, slots=True)
+class PieceLayerKV:
+    """The keys and values of a layer before a piece."""
+
+    saved: _LayerKV
+    past: int
+    ancestors: Tensor
+    """int64: as in `Piece`."""
+
+    def joined(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """All that the piece sees: what was saved before it, then its own."""
+        keys, values = self.saved.tensors
+        return torch.cat([keys[:, :, : self.past], key], 2), torch.cat([values[:, :, : self.past], value], 2)
+
+    def exchange(self, key_grad: Tensor, value_grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Given the float32 gradients of all that `joined` returned, save those of what is before the piece, and return
+        those of its own, with what later pieces have saved for them."""
+        for saved, new in zip(self.saved.grads, (key_grad, value_grad), strict=True):
+            saved[:, :, : self.past] += new[:, :, : self.past]
+            later = saved[:, :, self.past : self.past + len(self.ancestors)]
+            new[:, :, self.past :].index_add_(2, self.ancestors, later)
+        return key_grad[:, :, self.past :], value_grad[:, :, self.past :]
 
 
 @dataclass(slots=True)
@@ -130,6 +202,8 @@ class PackedAttention:
     save_kv: bool = False
     saved_kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Keys and values [1, Hkv, T, D] of each layer, if `save_kv`, as `to_cache` gives them."""
+    piece: PieceKV | None = None
+    """Keys and values before the tree's positions, if these are a piece of a larger tree."""
     _calls: dict[tuple[int | None, bool], list[AttentionCall]] = field(default_factory=dict)
     """By window and whether products compute them: layers with the same rule share the masks."""
     cached_queries: int = 0
@@ -153,10 +227,11 @@ class PackedAttention:
         width = value.shape[3]
         query, key, value = equal_widths(query, key, value)
         calls = self.calls(rule)
+        before = None if self.piece is None else self.piece.layer(layer, key, value)
         if torch.is_grad_enabled():
-            output = _PackedAttention.apply(query, key, value, calls, rule)
+            output = _PackedAttention.apply(query, key, value, calls, rule, before)
         else:
-            output = _packed_forward(query, key, value, calls, rule)[0]
+            output = _packed_forward(query, *_joined(key, value, before), calls, rule)[0]
         return output.transpose(1, 2)[..., :width]  # type: ignore[no-any-return]
 
     def _job_calls(self, job: AttentionJob, window: int | None, products: bool) -> Iterator[AttentionCall]:
@@ -189,7 +264,8 @@ class PackedAttention:
         self, job: AttentionJob, first: int, last: int, visible: np.ndarray | None, window: int
     ) -> tuple[np.ndarray, int]:
         """What the job's queries first..last see within the window, and the number of leading keys that none sees."""
-        own = self.tree.positions[job.start : job.stop]
+        past = 0 if self.piece is None else self.piece.piece.past
+        own = self.tree.positions[job.start - past : job.stop - past]
         depth = 0 if job.mask is None else job.mask.shape[1] - len(own)
         key_depths = np.concatenate([np.arange(depth), own[:last]])
         # Only keys before the first query can be out of every query's window.
@@ -230,6 +306,11 @@ def _visible(tensor: Tensor, call: AttentionCall) -> Tensor:
     return torch.cat([tensor[:, :, start:stop] for start, stop in runs], dim=2)
 
 
+def _joined(key: Tensor, value: Tensor, before: PieceLayerKV | None) -> tuple[Tensor, Tensor]:
+    """All keys and values that the queries may see."""
+    return (key, value) if before is None else before.joined(key, value)
+
+
 def _packed_forward(
     query: Tensor, key: Tensor, value: Tensor, calls: Sequence[AttentionCall], rule: AttentionRule
 ) -> tuple[Tensor, list[Tensor]]:
@@ -237,8 +318,10 @@ def _packed_forward(
     # [1, T, Hq, D] in memory, so that the output projection reads it without a copy.
     output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
     saved: list[Tensor] = []
+    past = key.shape[2] - query.shape[2]
     for call in calls:
-        own, keys, values = query[:, :, call.start : call.stop], _visible(key, call), _visible(value, call)
+        queries = slice(call.start - past, call.stop - past)
+        own, keys, values = query[:, :, queries], _visible(key, call), _visible(value, call)
         if call.batched_mask is not None:
             result, probs = batched_attention(own, keys, values, call.batched_mask, rule)
             saved.append(probs)
@@ -247,7 +330,7 @@ def _packed_forward(
             saved.append(logsumexp)
         else:
             result = attend(own, keys, values, call.mask, rule)
-        output[:, :, call.start : call.stop] = result
+        output[:, :, queries] = result
     return output, saved
 
 
@@ -255,22 +338,30 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     @override
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Sequence[AttentionCall], rule: AttentionRule
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        calls: Sequence[AttentionCall],
+        rule: AttentionRule,
+        before: PieceLayerKV | None,
     ) -> Tensor:
-        output, saved = _packed_forward(query, key, value, calls, rule)
+        output, saved = _packed_forward(query, *_joined(key, value, before), calls, rule)
         ctx.save_for_backward(query, key, value, output, *saved)
-        ctx.calls, ctx.rule = calls, rule
+        ctx.calls, ctx.rule, ctx.before = calls, rule, before
         return output
 
     @staticmethod
     @override
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, key, value, output, *saved = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        query, own_key, own_value, output, *saved = ctx.saved_tensors
+        key, value = _joined(own_key, own_value, ctx.before)
+        past = key.shape[2] - query.shape[2]
         query_grad = torch.empty_like(query)
         # float32, because the keys of a shared prefix sum the gradients of many replies.
         key_grad, value_grad = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (key, value))
         for number, call in enumerate(ctx.calls):
-            own = slice(call.start, call.stop)
+            own = slice(call.start - past, call.stop - past)
             inputs = (query[:, :, own], _visible(key, call), _visible(value, call))
             if call.batched_mask is not None:
                 call_grads = batched_attention_backward(
@@ -288,7 +379,9 @@ class _PackedAttention(torch.autograd.Function):
                 key_grad[:, :, start:stop] += call_grads[1][:, :, at : at + stop - start]
                 value_grad[:, :, start:stop] += call_grads[2][:, :, at : at + stop - start]
                 at += stop - start
-        return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), None, None
+        if ctx.before is not None:
+            key_grad, value_grad = ctx.before.exchange(key_grad, value_grad)
+        return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), None, None, None
 
 
 def _recomputed(

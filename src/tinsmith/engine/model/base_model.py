@@ -62,6 +62,12 @@ class BaseModel:
     def device(self) -> torch.device:
         return self.head.device
 
+    @property
+    def cuts_trees(self) -> bool:
+        """Whether a packed tree can be computed in pieces, which pass on keys and values alone: not recurrent states,
+        recorded experts, or what FlexAttention sees on a GPU."""
+        return self.device.type == "cpu" and self.recurrent is None and self.routing.shape is None
+
     def hidden_of(
         self,
         tree: packing.PackedTree,

@@ -10,6 +10,14 @@ Example: rows [7 8 9] and [7 8 5 6] of one adapter pack to tokens [7 8 5 6 9] wi
 Rows share an image only if it is the same: rows are compared by `images.rows.content_ids`. A row with the long factors
 of `longrope` shares positions only with others that have them.
 
+A tree that is larger than a micro-batch is cut into pieces, which are computed one at a time (`cut`). Its positions are
+in depth-first order, so a piece start..stop sees of earlier positions only the path to its first one, the ancestors of
+the cut, and of these only keys and values. First the ancestors of all cuts are computed forward, and their keys and
+values are saved. Then each piece is computed forward and backward, from the last to the first: when it is its turn, the
+gradients of its keys and values from all later pieces are known. The result is that of one pass over the tree, to
+rounding; activations take the memory of one piece, and only ancestors of cuts are computed forward twice. AReaL-DTA
+(arXiv 2602.00482) goes through a tree of rollouts in this order too.
+
 Everything here is numpy, computed once for a pass and used by every layer.
 """
 
@@ -17,7 +25,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -31,7 +39,11 @@ MAX_MERGED_QUERIES = 96
 as about 3 MFLOP."""
 
 MICRO_BATCH_COST = 64
-"""Packed tokens that one more micro-batch is worth, where it is weighed against a prefix that is computed again."""
+"""Packed tokens that one more micro-batch or piece is worth, where it is weighed against a prefix that is computed
+again."""
+
+MIN_SHARED = 1 / 16
+"""Prefix, as a part of a micro-batch, for which rows stay in one tree that is cut into pieces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +136,32 @@ class PackedTree:
         return tuple(_jobs(self.chunks))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Positions of a tree that are computed at once."""
+
+    tree: PackedTree
+    """The positions. Its chunks and attention jobs number the ancestors before the piece first, then its own."""
+    own: np.ndarray
+    """int64 [P]: the positions in the whole tree, rising."""
+    past: int = 0
+    """Number of ancestors before the piece: the first `past` keys that it sees."""
+    ancestors: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """int64: those of its own positions, by index in `own`, that later pieces see."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutTree:
+    """The pieces of a tree."""
+
+    forward: tuple[Piece, ...]
+    """The ancestors of all cuts, in the order in which they are computed forward."""
+    pieces: tuple[Piece, ...]
+    """All positions, from the first to the last."""
+    ancestors: int
+    """Number of ancestors of cuts."""
+
+
 def sorted_for_packing(rows: Iterable[PackedRow]) -> list[PackedRow]:
     """Rows by adapter and factors, then by tokens, so that neighbours share the longest prefixes."""
     rows = list(rows)
@@ -133,14 +171,17 @@ def sorted_for_packing(rows: Iterable[PackedRow]) -> list[PackedRow]:
     return sorted(rows, key=lambda row: (row.adapter, row.long_factors, row.sort_key(wide=wide)))
 
 
-def take_rows(rows: deque[PackedRow], budget: int, used: int = 0) -> tuple[list[PackedRow], int]:
+def take_rows(
+    rows: deque[PackedRow], budget: int, used: int = 0, *, whole_trees: bool = False
+) -> tuple[list[PackedRow], int]:
     """Move sorted rows from the front of `rows` into a micro-batch of about `budget` packed tokens.
 
     `used` tokens are in it already. Returns the rows and the tokens used then. A longer row is taken if the micro-batch
     is empty. A row may exceed the budget by the length of the prefix that it shares with the previous row, which would
     have to be computed again in the next micro-batch. So a prompt that is longer than the budget is shared too. Where
     rows are left over, the last ones taken are put back if the next micro-batch then repeats less: rather than a prompt
-    with one of its answers, the whole group comes in the next.
+    with one of its answers, the whole group comes in the next. With `whole_trees`, an empty micro-batch takes all rows
+    that share MIN_SHARED of the budget with the one before them, however many these are.
     """
     taken: list[PackedRow] = []
     ends: list[tuple[int, int]] = []
@@ -150,7 +191,8 @@ def take_rows(rows: deque[PackedRow], budget: int, used: int = 0) -> tuple[list[
         shared = _common_prefix(taken[-1], rows[0]) if taken else 0
         if taken:
             ends.append((used, shared))
-        if used and used + len(rows[0].tokens) - shared > budget + shared:
+        goes_on = whole_trees and not before and shared >= MIN_SHARED * budget and not rows[0].images
+        if used and not goes_on and used + len(rows[0].tokens) - shared > budget + shared:
             break
         used += len(rows[0].tokens) - shared
         taken.append(rows.popleft())
@@ -204,6 +246,26 @@ def pack(rows: Sequence[PackedRow]) -> PackedTree:
         images=tuple(_images(rows, index)),
         rotary=_rotary(rows, index, positions),
     )
+
+
+def cut(tree: PackedTree, budget: int) -> CutTree:
+    """The tree in pieces of at most `budget` positions. It must have no images."""
+    bounds = [0, *_cuts(tree.positions, budget), len(tree.tokens)]
+    is_ancestor = np.zeros(len(tree.tokens), bool)
+    for at in bounds[1:-1]:
+        is_ancestor[_path(tree, at)] = True
+    ranks = np.cumsum(is_ancestor) - is_ancestor
+    forward: list[Piece] = []
+    pieces: list[Piece] = []
+    for start, stop in pairwise(bounds):
+        own, past = np.arange(start, stop), int(ranks[start])
+        ancestors = np.flatnonzero(is_ancestor[start:stop])
+        numbers = np.concatenate([ranks[:start], past + own - start])
+        pieces.append(Piece(tree=_part(tree, own, numbers), own=own, past=past, ancestors=ancestors))
+        if ancestors.size:
+            some = own[ancestors]
+            forward.append(Piece(tree=_part(tree, some, ranks), own=some, past=past))
+    return CutTree(forward=tuple(forward), pieces=tuple(pieces), ancestors=int(is_ancestor.sum()))
 
 
 def contiguous_runs(positions: np.ndarray) -> tuple[tuple[int, int], ...]:
@@ -283,3 +345,43 @@ def _job(chunks: Sequence[Chunk]) -> AttentionJob:
         mask[queries, columns] = True
         mask[queries, own : own + chunk.stop - chunk.start] = np.tri(chunk.stop - chunk.start, dtype=bool)
     return AttentionJob(start=first.start, stop=stop, prefix=prefix, mask=mask)
+
+
+def _cuts(positions: np.ndarray, budget: int) -> Iterator[int]:
+    """First positions of all pieces but the first. A cut costs the depth of the position that it is made at."""
+    start = 0
+    while len(positions) - start > budget:
+        first = start + (budget + 1) // 2
+        costs = (positions[first : start + budget + 1] + MICRO_BATCH_COST) / np.arange(first - start, budget + 1)
+        start = first + len(costs) - 1 - int(np.argmin(costs[::-1]))  # the last of equals
+        yield start
+
+
+def _path(tree: PackedTree, at: int) -> np.ndarray:
+    """The positions that the position `at` sees, without itself."""
+    chunk = next(chunk for chunk in tree.chunks if chunk.start <= at < chunk.stop)
+    return np.concatenate([chunk.path, np.arange(chunk.start, at)])
+
+
+def _part(tree: PackedTree, own: np.ndarray, numbers: np.ndarray) -> PackedTree:
+    """Some positions of the tree, whose chunks have the given numbers for all positions that they see."""
+    chunks = []
+    for chunk in tree.chunks:
+        low, high = np.searchsorted(own, [chunk.start, chunk.stop]).tolist()
+        if low < high:
+            first, last = int(own[low]), int(own[high - 1])
+            path = np.concatenate([chunk.path, np.arange(chunk.start, first)])
+            chunks.append(Chunk(int(numbers[first]), int(numbers[last]) + 1, numbers[path]))
+    edges = [np.searchsorted(own, [span.start, span.stop]).tolist() for span in tree.spans]
+    spans = [
+        replace(span, start=low, stop=high) for span, (low, high) in zip(tree.spans, edges, strict=True) if low < high
+    ]
+    return replace(
+        tree,
+        tokens=tree.tokens[own],
+        positions=tree.positions[own],
+        index={},
+        spans=tuple(spans),
+        chunks=tuple(chunks),
+        rotary=None if tree.rotary is None else tree.rotary[..., own],
+    )

@@ -1,6 +1,6 @@
 """The trainer in plain PyTorch: LoRA adapters of many models on one base model, trained in packed micro-batches.
 
-A call of `run` makes a training run for each model; runs in progress share micro-batches (`micro_batch_queue`). For
+A call of `run` makes a training run for each model; runs in progress share micro-batches (`micro_batches.queue`). For
 each micro-batch:
 
     forward     packed tokens -> hidden states
@@ -8,6 +8,7 @@ each micro-batch:
     losses      log-probabilities -> each pass's loss and its gradient
     backward    through head and body, into a gradient buffer for each run
 
+Rows that are larger than a micro-batch, alone or because they share prefixes, are computed in pieces on a CPU.
 A buffer is added to its model's gradient only when the whole run succeeded. If it failed, its passes run again one by
 one, each in micro-batches of its own, so that only the faulty pass returns an error. Between micro-batches the sampler
 can take the device, and models without a run can take steps and be saved. With several ranks, each computes a share of
@@ -34,22 +35,21 @@ from tinsmith.engine.lora import linear, peft
 from tinsmith.engine.lora.adapter import AdapterLayout
 from tinsmith.engine.lora.lm_head import LMHead
 from tinsmith.engine.model import packing
+from tinsmith.engine.model.attention import PackedAttention
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.training.activation_checkpointing import CheckpointSwitch
 from tinsmith.engine.training.exchange import ALONE, Exchange, Job
-from tinsmith.engine.training.lockstep import LockstepQueue
-from tinsmith.engine.training.micro_batch_queue import MicroBatchQueue
+from tinsmith.engine.training.micro_batches.batch import LONG, MicroBatch, Part, ScoredPiece
+from tinsmith.engine.training.micro_batches.lockstep import LockstepQueue
+from tinsmith.engine.training.micro_batches.queue import MicroBatchQueue
 from tinsmith.engine.training.model_locks import ModelLocks
 from tinsmith.engine.training.optimizer import AdapterSnapshot, TrainableAdapter
 from tinsmith.engine.training.run_rows import RunRows
 from tinsmith.engine.training.shadow import Background, ShadowRun, ShadowStart
 from tinsmith.engine.training.shadow_plan import SHADOW, shadow_settings
-from tinsmith.engine.training.training_run import MicroBatch, Part, TrainingRun, check_gradients
+from tinsmith.engine.training.training_run import TrainingRun, check_gradients
 from tinsmith.engine_options import Recompute
 from tinsmith.errors import EngineError, NotFound, TinsmithError, Unsupported
-
-RECOMPUTE_FACTOR = 2
-"""With `recompute: auto`, activations are recomputed for a row of more than this many micro-batches' tokens."""
 
 MAX_SAVED = 4
 """Saved adapters kept in memory for further forks."""
@@ -77,6 +77,7 @@ class TorchTrainer:
         self._packs_requests = packs_requests
         self._base, self._head, self._active = base, head, active
         self._scheduler, self._pass_tokens = scheduler, pass_tokens
+        self._cuts = base.cuts_trees and not self._exchange.lockstep
         self._switch, self._recompute = switch, recompute
         self._models: dict[str, TrainableAdapter] = {}
         self._saved: dict[Exchange, OrderedDict[Path, TrainableAdapter]] = {}
@@ -89,7 +90,7 @@ class TorchTrainer:
         if self._exchange.lockstep:
             self._queue = LockstepQueue(pass_tokens, self._turn, self._compute, self._exchange)
         else:
-            self._queue = MicroBatchQueue(pass_tokens, self._turn, self._compute)
+            self._queue = MicroBatchQueue(pass_tokens, self._turn, self._compute, cuts=base.cuts_trees)
 
     async def create(self, model_id: str, lora: LoraSpec) -> None:
         layout = linear.layout_for(self._base, lora)
@@ -268,24 +269,37 @@ class TorchTrainer:
         async with self._device_lock, self._scheduler.turn("training"):
             yield
 
-    def _compute(self, parts: Sequence[Part], with_grad: bool) -> None:
-        """Forward, score, losses and, where gradients are enabled, backward of a micro-batch."""
-        with torch.set_grad_enabled(with_grad):
-            if not parts:
+    def _compute(self, parts: Sequence[Part], with_grad: bool) -> Iterator[None]:
+        """Compute a micro-batch; yields between its pieces."""
+        if not parts:
+            with torch.set_grad_enabled(with_grad):
                 self._compute_nothing(with_grad)
-                return
-            batch = MicroBatch(parts, with_grad=with_grad)
-            recomputes = self._recomputes(len(batch.tree.tokens))
-            with self._switch.set(recomputes), self._active.using(batch.adapters), self._routing(batch):
-                hidden = self._base.hidden_of(batch.tree)
-                if batch.compares_experts:
-                    batch.compare_experts(self._base.routing.record())
-                scores = self._head.score(
-                    hidden.detach(), batch.adapters, batch.targets, batch.grad_mask, entropies=batch.needs_entropy
-                )
-                grads = batch.losses(scores)
-                if batch.grad_mask is not None:
-                    hidden.backward(self._head.backward(hidden.detach(), scores, grads))
+            return
+        batch = MicroBatch(parts, with_grad=with_grad)
+        cuts = self._cuts and with_grad and len(parts) == 1
+        for number, piece in enumerate(batch.pieces(self._pass_tokens if cuts else None)):
+            if number:
+                yield
+            if not batch.is_over:
+                with torch.set_grad_enabled(piece.grad_mask is not None):
+                    self._compute_piece(batch, piece)
+
+    def _compute_piece(self, batch: MicroBatch, piece: ScoredPiece) -> None:
+        """Forward, score, losses and, where gradients are enabled, backward of a piece."""
+        recomputes = self._recomputes(len(piece.own))
+        with self._switch.set(recomputes), self._active.using(piece.adapters), self._routing(batch):
+            context = None
+            if piece.kv is not None:
+                context = PackedAttention(piece.tree, self._base.dtype, self._base.device, piece=piece.kv)
+            hidden = self._base.hidden_of(piece.tree, context=context)
+            if batch.compares_experts:
+                batch.compare_experts(self._base.routing.record())
+            scores = self._head.score(
+                hidden.detach(), piece.adapters, piece.targets, piece.grad_mask, entropies=batch.needs_entropy
+            )
+            grads = batch.losses(piece, scores)
+            if piece.grad_mask is not None:
+                hidden.backward(self._head.backward(hidden.detach(), scores, grads))
 
     def _compute_nothing(self, with_grad: bool) -> None:
         """Forward and backward of a token under no adapter, for other ranks' sake."""
@@ -305,7 +319,7 @@ class TorchTrainer:
 
     def _recomputes(self, tokens: int) -> bool:
         """Whether layers recompute their activations in the backward of a micro-batch of this many tokens."""
-        too_long = tokens > RECOMPUTE_FACTOR * self._pass_tokens
+        too_long = tokens > LONG * self._pass_tokens
         return self._recompute == "always" or (self._recompute == "auto" and too_long)
 
 

@@ -7,13 +7,14 @@ first one is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from tinsmith.engine.base import PassResult
 from tinsmith.engine.model import packing
 from tinsmith.engine.training.exchange import Exchange
-from tinsmith.engine.training.training_run import Part, TrainingRun
+from tinsmith.engine.training.micro_batches.batch import Part
+from tinsmith.engine.training.training_run import TrainingRun
 
 
 class LockstepQueue:
@@ -23,7 +24,7 @@ class LockstepQueue:
         self,
         budget: int,
         turn: Callable[[], AbstractAsyncContextManager[None]],
-        compute: Callable[[Sequence[Part], bool], None],
+        compute: Callable[[Sequence[Part], bool], Iterator[None]],
         exchange: Exchange,
     ) -> None:
         self._budget, self._turn, self._compute, self._exchange = budget, turn, compute, exchange
@@ -41,7 +42,8 @@ class LockstepQueue:
             for index in range(count):
                 async with self._turn():
                     with self._exchange.ending():
-                        self._compute(plan[index] if index < len(plan) else (), with_grad)
+                        for _ in self._compute(plan[index] if index < len(plan) else (), with_grad):
+                            pass
 
     def _plan(self, runs: Sequence[TrainingRun], with_grad: bool) -> list[list[Part]]:
         """The parts of each micro-batch."""

@@ -3,18 +3,19 @@
 Before each micro-batch, the share that was served least leads; the others fill what it leaves free. A share is an
 opaque name (the service gives the tenant's), and is served by packed tokens: start-time fair queueing. So a small run
 waits for at most one micro-batch of each other share, however many tokens these have waiting. Runs of one share take
-turns.
+turns. A micro-batch that is computed in pieces is of one run, and others may come between its pieces.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from tinsmith.engine.base import PassResult
 from tinsmith.engine.model import packing
-from tinsmith.engine.training.training_run import Part, TrainingRun
+from tinsmith.engine.training.micro_batches.batch import Part
+from tinsmith.engine.training.training_run import TrainingRun
 
 PRUNED_SHARES = 1024
 """Number of shares above which those are dropped that are served as much as a new one."""
@@ -55,18 +56,24 @@ class FairClock:
 
 
 class MicroBatchQueue:
-    """Runs in progress. `compute` computes a micro-batch, with or without gradients, in a `turn` on the device."""
+    """Runs in progress. `compute` computes a micro-batch, with or without gradients, and yields between its pieces, of
+    which each has a `turn` on the device."""
 
     def __init__(
         self,
         budget: int,
         turn: Callable[[], AbstractAsyncContextManager[None]],
-        compute: Callable[[Sequence[Part], bool], None],
+        compute: Callable[[Sequence[Part], bool], Iterator[None]],
+        *,
+        cuts: bool = False,
     ) -> None:
-        self._budget, self._turn, self._compute = budget, turn, compute
+        """`cuts`: whether `compute` cuts a run's micro-batch of more than `budget` tokens into pieces."""
+        self._budget, self._turn, self._compute, self._cuts = budget, turn, compute, cuts
         self._clock = FairClock(credit=budget)
         self._runs: list[TrainingRun] = []
         """Those with rows to compute; the one that was served last is last."""
+        self._pieces: dict[TrainingRun, Iterator[None]] = {}
+        """What is left of a run's micro-batch."""
         self._ended: dict[TrainingRun, asyncio.Future[None]] = {}
         self._loop: asyncio.Task[None] | None = None
 
@@ -104,6 +111,7 @@ class MicroBatchQueue:
     def _end(self, run: TrainingRun) -> None:
         if run in self._ended:
             self._runs.remove(run)
+            self._pieces.pop(run, None)
             ended = self._ended.pop(run)
             if not ended.done():
                 ended.set_result(None)
@@ -121,28 +129,41 @@ class MicroBatchQueue:
                 ended.cancel()
 
     def _compute_next(self) -> None:
-        parts, with_grad = self._next_micro_batch()
+        order = sorted(self._runs, key=lambda run: self._clock.served(run.share))
+        lead = order[0]
+        self._clock.lead(lead.share)
+        if lead in self._pieces:
+            pieces, runs = self._pieces[lead], [lead]
+            self._runs.remove(lead)
+            self._runs.append(lead)
+        else:
+            parts, with_grad = self._next_micro_batch(order)
+            pieces, runs = self._compute(parts, with_grad), [run for run, _ in parts]
         try:
-            self._compute(parts, with_grad)
+            is_done = next(pieces, self) is self
         except Exception as error:  # noqa: BLE001 - any error is that of the runs
-            for run, _ in parts:
+            is_done = True
+            for run in runs:
                 run.error = error.with_traceback(None)  # which would keep the activations
-        for run, _ in parts:
+        if not is_done:
+            self._pieces[lead] = pieces
+            return
+        for run in runs:
+            self._pieces.pop(run, None)
             if run.is_over:
                 self._end(run)
 
-    def _next_micro_batch(self) -> tuple[list[Part], bool]:
+    def _next_micro_batch(self, order: Sequence[TrainingRun]) -> tuple[list[Part], bool]:
         """Rows of the run that leads and of those that fill what is left; and whether they have a gradient."""
-        order = sorted(self._runs, key=lambda run: self._clock.served(run.share))
         lead, with_grad = order[0], order[0].next_has_grad
-        self._clock.lead(lead.share)
         parts: list[Part] = []
         used = 0
         for run in order:
-            if run.packing_group is not lead.packing_group or run.next_has_grad is not with_grad:
+            is_other = run.packing_group is not lead.packing_group or run.next_has_grad is not with_grad
+            if is_other or run in self._pieces:
                 continue
             before = used
-            rows, used = packing.take_rows(run.next_rows, self._budget, used)
+            rows, used = packing.take_rows(run.next_rows, self._budget, used, whole_trees=self._cuts and with_grad)
             if rows:
                 parts.append((run, rows))
                 self._clock.charge(run.share, used - before)
