@@ -120,7 +120,7 @@ def _memory(setting: Setting) -> list[Line]:
                 note="with gradients and moments",
                 lower=True,
             )
-            for tokens, least in (("auto", None), (ROW_TOKENS, 1.1))
+            for tokens, least in (("auto", None), (ROW_TOKENS, 1.0))
             for peak in (apart.submit(_peak, setting, work, tokens).result(),)
         ]
 
