@@ -126,7 +126,7 @@ def test_other_runs_come_between_pieces(pair: Any, wait: Any, monkeypatch: pytes
     monkeypatch.setattr(engine.trainer, "_compute_piece", counted)
     requests = [replace(tree_pass(large, "cross_entropy"), share="a"), pass_for("ppo", small, lengths=(5, 3))]
 
-    async def both() -> tuple[int, int]:
+    async def together() -> tuple[int, int]:
         first = asyncio.create_task(engine.run(requests[:1]))
         await spin(lambda: bool(computed))
         await engine.run([replace(requests[1], share="b")])
@@ -134,7 +134,7 @@ def test_other_runs_come_between_pieces(pair: Any, wait: Any, monkeypatch: pytes
         await first
         return between, len(computed)
 
-    between, after = wait(both())
+    between, after = wait(together())
     assert between <= 3
     assert after >= 12, "the tree is computed in pieces"
     assert max(computed) <= 16
