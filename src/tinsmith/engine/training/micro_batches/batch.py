@@ -78,10 +78,12 @@ class MicroBatch:
         for key, places in index.items():
             self._grad_mask[places[items[key].grad_mask]] = True
         self.needs_entropy = any(run.state(item).needs_entropy for _, run, item in self._placed)
-        self._logprobs = torch.empty(len(at))
-        self._grads = torch.zeros(len(at))
-        self._entropies = torch.zeros(len(self.tree.tokens)) if self.needs_entropy else None
-        self._entropy_grads = torch.zeros(len(self.tree.tokens)) if self.needs_entropy else None
+        self._logprobs, self._grads = (torch.zeros(len(at), device="cpu") for _ in range(2))
+        """Of each target, on the host."""
+        self._entropies, self._entropy_grads = (
+            torch.zeros(len(self.tree.tokens), device="cpu") if self.needs_entropy else None for _ in range(2)
+        )
+        """Of each position, on the host."""
 
     @property
     def is_over(self) -> bool:
