@@ -104,25 +104,26 @@ def _memory(setting: Setting) -> list[Line]:
     """Peaks above the loaded base, each in a process of its own."""
     work = tree(by_turn=True)
     longest = replace(work, rows=work.rows[-1:], prompts=work.prompts[-1:])
+    least = {"auto": None, ROW_TOKENS: 1.0}
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as apart:
         row = apart.submit(_peak, setting, longest, "auto").result()
         theirs = apart.submit(_their_peak, setting, work).result()
-        return [
-            Line(
-                work=f"the same tree, pass_tokens {tokens}: peak memory above the loaded base",
-                baseline=f"its longest row alone (PEFT on {ROWS} rows: {theirs / 1e9:.2f} GB)",
-                unit="x",
-                values=[peak / row],
-                least=least,
-                aim=least,
-                ours=f"{peak / 1e9:.2f} GB",
-                theirs=f"{row / 1e9:.2f} GB",
-                note="with gradients and moments",
-                lower=True,
-            )
-            for tokens, least in (("auto", None), (ROW_TOKENS, 1.0))
-            for peak in (apart.submit(_peak, setting, work, tokens).result(),)
-        ]
+        peaks = {tokens: apart.submit(_peak, setting, work, tokens).result() for tokens in least}
+    return [
+        Line(
+            work=f"the same tree, pass_tokens {tokens}: peak memory above the loaded base",
+            baseline=f"its longest row alone (PEFT on {ROWS} rows: {theirs / 1e9:.2f} GB)",
+            unit="x",
+            values=[peak / row],
+            least=least[tokens],
+            aim=least[tokens],
+            ours=f"{peak / 1e9:.2f} GB",
+            theirs=f"{row / 1e9:.2f} GB",
+            note="with gradients and moments",
+            lower=True,
+        )
+        for tokens, peak in peaks.items()
+    ]
 
 
 def _peak(setting: Setting, work: Batch, pass_tokens: str | int) -> int:

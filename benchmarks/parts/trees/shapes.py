@@ -49,9 +49,8 @@ def sharing(work: Batch, budget: int | None = None) -> float:
     waiting, computed = deque(rows), 0.0
     while waiting:
         taken, tokens = packing.take_rows(waiting, budget, whole_trees=True)
-        computed += tokens
-        if tokens > budget:
-            computed += FORWARD * packing.cut(packing.pack(taken), budget).ancestors
+        cut = packing.cut(packing.pack(taken), budget)
+        computed += tokens + (FORWARD * cut.ancestors if cut else 0)
     return work.tokens / computed
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,6 +45,9 @@ def test_pieces_see_what_the_tree_sees(forks: list[tuple[int, int]], budget: int
     rows = rows_of(forks, np.random.default_rng(0))
     tree = packing.pack([packing.PackedRow(key=key, adapter=0, tokens=row) for key, row in enumerate(rows)])
     cut = packing.cut(tree, budget)
+    if cut is None:
+        assert len(tree.tokens) <= (2 * budget if len(tree.chunks) == 1 else budget)
+        return
     np.testing.assert_array_equal(np.concatenate([piece.own for piece in cut.pieces]), np.arange(len(tree.tokens)))
     assert all(len(piece.own) <= budget for piece in cut.pieces)
     ancestors = np.concatenate([np.empty(0, np.int64), *(piece.own for piece in cut.forward)])
@@ -108,8 +110,9 @@ def test_bfloat16_pieces_are_as_near_as_the_whole(pair: Any, wait: Any) -> None:
     }.items():
         engine, model_id, _ = pair(**options)
         wait(engine.run([tree_pass(model_id, "cross_entropy")]))
-        gradients[name] = torch.cat([torch.from_numpy(part).flatten() for ab in gradients_of(engine, model_id).values() for part in ab])  # fmt: skip  # noqa: E501
-    distances = {name: float((gradients[name] - gradients["float32"]).norm()) for name in ("whole", "cut")}
+        pairs = gradients_of(engine, model_id).values()
+        gradients[name] = np.concatenate([part.ravel() for pair_of_site in pairs for part in pair_of_site])
+    distances = {name: float(np.linalg.norm(gradients[name] - gradients["float32"])) for name in ("whole", "cut")}
     assert distances["cut"] <= 1.5 * distances["whole"]
 
 

@@ -202,7 +202,7 @@ class PackedAttention:
     save_kv: bool = False
     saved_kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Keys and values [1, Hkv, T, D] of each layer, if `save_kv`, as `to_cache` gives them."""
-    piece: PieceKV | None = None
+    before: PieceKV | None = None
     """Keys and values before the tree's positions, if these are a piece of a larger tree."""
     _calls: dict[tuple[int | None, bool], list[AttentionCall]] = field(default_factory=dict)
     """By window and whether products compute them: layers with the same rule share the masks."""
@@ -227,7 +227,7 @@ class PackedAttention:
         width = value.shape[3]
         query, key, value = equal_widths(query, key, value)
         calls = self.calls(rule)
-        before = None if self.piece is None else self.piece.layer(layer, key, value)
+        before = None if self.before is None else self.before.layer(layer, key, value)
         if torch.is_grad_enabled():
             output = _PackedAttention.apply(query, key, value, calls, rule, before)
         else:
@@ -264,7 +264,7 @@ class PackedAttention:
         self, job: AttentionJob, first: int, last: int, visible: np.ndarray | None, window: int
     ) -> tuple[np.ndarray, int]:
         """What the job's queries first..last see within the window, and the number of leading keys that none sees."""
-        past = 0 if self.piece is None else self.piece.piece.past
+        past = 0 if self.before is None else self.before.piece.past
         own = self.tree.positions[job.start - past : job.stop - past]
         depth = 0 if job.mask is None else job.mask.shape[1] - len(own)
         key_depths = np.concatenate([np.arange(depth), own[:last]])
@@ -355,7 +355,7 @@ class _PackedAttention(torch.autograd.Function):
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         query, own_key, own_value, output, *saved = ctx.saved_tensors
-        key, value = _joined(own_key, own_value, ctx.before)
+        key, value = _joined(own_key, own_value, ctx.before)  # again, because saving them would take their memory
         past = key.shape[2] - query.shape[2]
         query_grad = torch.empty_like(query)
         # float32, because the keys of a shared prefix sum the gradients of many replies.

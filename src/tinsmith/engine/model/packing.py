@@ -45,6 +45,9 @@ again."""
 MIN_SHARED = 1 / 16
 """Prefix, as a part of a micro-batch, for which rows stay in one tree that is cut into pieces."""
 
+LONG_ROW = 2
+"""A row of up to this many micro-batches' tokens is not cut, because half of it would be computed forward twice."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRow:
@@ -248,8 +251,10 @@ def pack(rows: Sequence[PackedRow]) -> PackedTree:
     )
 
 
-def cut(tree: PackedTree, budget: int) -> CutTree:
-    """The tree in pieces of at most `budget` positions. It must have no images."""
+def cut(tree: PackedTree, budget: int) -> CutTree | None:
+    """The tree, which must have no images, in pieces of at most `budget` positions; None if it stays whole."""
+    if len(tree.tokens) <= (LONG_ROW * budget if len(tree.chunks) == 1 else budget):
+        return None
     bounds = [0, *_cuts(tree.positions, budget), len(tree.tokens)]
     is_ancestor = np.zeros(len(tree.tokens), bool)
     for at in bounds[1:-1]:

@@ -39,7 +39,7 @@ from tinsmith.engine.model.attention import PackedAttention
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.training.activation_checkpointing import CheckpointSwitch
 from tinsmith.engine.training.exchange import ALONE, Exchange, Job
-from tinsmith.engine.training.micro_batches.batch import LONG, MicroBatch, Part, ScoredPiece
+from tinsmith.engine.training.micro_batches.batch import MicroBatch, Part, ScoredPiece
 from tinsmith.engine.training.micro_batches.lockstep import LockstepQueue
 from tinsmith.engine.training.micro_batches.queue import MicroBatchQueue
 from tinsmith.engine.training.model_locks import ModelLocks
@@ -90,7 +90,7 @@ class TorchTrainer:
         if self._exchange.lockstep:
             self._queue = LockstepQueue(pass_tokens, self._turn, self._compute, self._exchange)
         else:
-            self._queue = MicroBatchQueue(pass_tokens, self._turn, self._compute, cuts=base.cuts_trees)
+            self._queue = MicroBatchQueue(pass_tokens, self._turn, self._compute, cuts=self._cuts)
 
     async def create(self, model_id: str, lora: LoraSpec) -> None:
         layout = linear.layout_for(self._base, lora)
@@ -290,7 +290,7 @@ class TorchTrainer:
         with self._switch.set(recomputes), self._active.using(piece.adapters), self._routing(batch):
             context = None
             if piece.kv is not None:
-                context = PackedAttention(piece.tree, self._base.dtype, self._base.device, piece=piece.kv)
+                context = PackedAttention(piece.tree, self._base.dtype, self._base.device, before=piece.kv)
             hidden = self._base.hidden_of(piece.tree, context=context)
             if batch.compares_experts:
                 batch.compare_experts(self._base.routing.record())
@@ -319,7 +319,7 @@ class TorchTrainer:
 
     def _recomputes(self, tokens: int) -> bool:
         """Whether layers recompute their activations in the backward of a micro-batch of this many tokens."""
-        too_long = tokens > LONG * self._pass_tokens
+        too_long = tokens > packing.LONG_ROW * self._pass_tokens
         return self._recompute == "always" or (self._recompute == "auto" and too_long)
 
 

@@ -1,7 +1,7 @@
 """A micro-batch: rows of runs, packed into one tree, their targets and losses, and the pieces that are computed.
 
-A tree that fits is one piece. A larger one, always of one run, is cut (`packing.cut`): the positions that later
-pieces see are computed forward, then all pieces backward, from the last to the first. The loss of a row is added
+A tree that fits is one piece. A larger one, always of one run, is cut (`packing.cut`): the positions that later pieces
+see are computed forward, then all pieces forward and backward, from the last to the first. The loss of a row is added
 when the piece that it ends in is computed: by then all its targets have a log-probability.
 """
 
@@ -24,11 +24,6 @@ from tinsmith.engine.model.attention import AncestorKV, PieceKV
 from tinsmith.engine.training.run_rows import RunItem
 from tinsmith.engine.training.training_run import TrainingRun
 from tinsmith.routed_experts import RouterShape
-
-LONG = 2
-"""A tree of more than this many micro-batches' tokens is always cut, or else recomputes its activations."""
-MAX_REPEATED = 0.1
-"""Share of the positions of a smaller tree that may be computed forward twice; else it stays whole."""
 
 Part = tuple[TrainingRun, Sequence[packing.PackedRow]]
 """Rows of a run in a micro-batch."""
@@ -91,20 +86,15 @@ class MicroBatch:
         return all(run.error is not None for _, run, _ in self._placed)
 
     def pieces(self, budget: int | None) -> Iterator[ScoredPiece]:
-        """The pieces in the order in which they are computed, each of at most `budget` positions; None: one."""
-        whole = self._piece(packing.Piece(tree=self.tree, own=np.arange(len(self.tree.tokens))))
-        if budget is None or len(self.tree.tokens) <= budget or self.tree.images:
-            yield whole
-            return
-        cut = packing.cut(self.tree, budget)
-        if len(self.tree.tokens) <= LONG * budget and cut.ancestors > MAX_REPEATED * len(self.tree.tokens):
-            yield whole
+        """The pieces in the order in which they are computed, of at most `budget` positions; None: the whole tree."""
+        cut = None if budget is None or self.tree.images else packing.cut(self.tree, budget)
+        if cut is None:
+            yield self._piece(packing.Piece(tree=self.tree, own=np.arange(len(self.tree.tokens))))
             return
         saved = AncestorKV(cut.ancestors)
-        for piece in cut.forward:
-            yield self._piece(piece, PieceKV(saved, piece, saves=True), backward=False)
         is_scored = np.zeros(len(self.tree.tokens), bool)
         for piece in cut.forward:
+            yield self._piece(piece, PieceKV(saved, piece, saves=True), backward=False)
             is_scored[piece.own] = True
         for piece in reversed(cut.pieces):
             yield self._piece(piece, PieceKV(saved, piece, saves=False), is_scored)

@@ -134,11 +134,12 @@ class MicroBatchQueue:
         self._clock.lead(lead.share)
         if lead in self._pieces:
             pieces, runs = self._pieces[lead], [lead]
-            self._runs.remove(lead)
-            self._runs.append(lead)
         else:
             parts, with_grad = self._next_micro_batch(order)
             pieces, runs = self._compute(parts, with_grad), [run for run, _ in parts]
+        for run in runs:
+            self._runs.remove(run)
+            self._runs.append(run)
         try:
             is_done = next(pieces, self) is self
         except Exception as error:  # noqa: BLE001 - any error is that of the runs
@@ -167,6 +168,4 @@ class MicroBatchQueue:
             if rows:
                 parts.append((run, rows))
                 self._clock.charge(run.share, used - before)
-                self._runs.remove(run)
-                self._runs.append(run)
         return parts, with_grad
