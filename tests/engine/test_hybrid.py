@@ -357,6 +357,7 @@ def test_sampler_and_trainer_give_the_same_logprobs(
         for logprobs, sequence in zip(scored.logprobs, result.sequences, strict=True)
     ])  # fmt: skip
     if dtype == "float32":
-        assert np.abs(differences).max() < 1e-4
+        assert np.quantile(np.abs(differences), 0.99) < 2e-5
+        assert np.abs(differences).max() < 1e-3  # of one improbable token in 800
     else:
         assert np.mean(np.expm1(differences) - differences) < 5e-4  # KL

@@ -39,7 +39,7 @@ def test_batches_are_few_whatever_the_order_of_lengths(stand_in: Any):
         stand_in(tenants.counts_of_passes, lengths, torch.float32)
         for lengths in (sorted([2, 16, 40] * 16), [2, 16, 40] * 16)
     )
-    assert mixed[0][0] <= sorted_[0][0] + 3 * 9  # rows that are not neighbours are gathered
+    assert mixed[0][0] <= sorted_[0][0] + 4 * 9  # rows that are not neighbours are gathered, and added apart
     assert mixed[0][1] == 0
 
 

@@ -194,12 +194,13 @@ def _hidden_grad(hidden: Tensor, weight: Tensor, placed: Sequence[PlacedAdapter]
         if HEAD not in weights.pairs:
             continue
         pair, rows = weights.pairs[HEAD], slice(start, stop)
-        narrow_grad, narrow = logits_grad[rows] @ pair.b.to(hidden.dtype), hidden[rows] @ pair.a.to(hidden.dtype).T
-        result[rows].addmm_(narrow_grad, pair.a.to(hidden.dtype), alpha=weights.scale)
+        # The long side last, as in `AdapterSlice.backward`.
+        narrow_grad = pair.b.to(hidden.dtype).T @ logits_grad[rows].T
+        result[rows].addmm_(narrow_grad.T, pair.a.to(hidden.dtype), alpha=weights.scale)
         if weights.gradients:
-            buffer = weights.gradients[HEAD]
-            buffer.a.add_(narrow_grad.T @ hidden[rows], alpha=weights.scale)
-            buffer.b.add_(logits_grad[rows].T @ narrow, alpha=weights.scale)
+            buffer, narrow = weights.gradients[HEAD], pair.a.to(hidden.dtype) @ hidden[rows].T
+            buffer.a.add_(narrow_grad @ hidden[rows], alpha=weights.scale)
+            buffer.b.T.add_(narrow @ logits_grad[rows], alpha=weights.scale)
     return result
 
 

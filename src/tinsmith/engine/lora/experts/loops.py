@@ -183,13 +183,13 @@ def _backward_down(
     """Add an adapter's part to the gradient of h without the pair's weight, and its gradients of A2 and B2."""
     weights, rows = adapter.weights, grad[adapter.rows]
     pair = weights.pairs[name]
-    own_grad = (rows @ pair.b[0])[adapter.local]
+    own_grad = (pair.b[0].T @ rows.T).T[adapter.local]
     adapter.add_product(plain, own_grad, pair.a)
     if weights.gradients:
         buffer = weights.gradients[name]
         weighted = (own_grad * flat[adapter.positions, None]).to(own_grad.dtype)
         adapter.add_outer(buffer.a, adapter.outer(weighted, activated))
-        buffer.b[0].add_(rows.T @ mixed, alpha=weights.scale)
+        buffer.b[0].T.add_(mixed.T @ rows, alpha=weights.scale)
 
 
 def _backward_up(
