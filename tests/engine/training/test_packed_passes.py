@@ -53,6 +53,10 @@ def test_packing_changes_no_logprob_and_no_gradient(kind: str, pass_tokens: int,
     @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
     @given(st.lists(REQUEST, min_size=1, max_size=4), st.integers(0, 2**16))
     def check(drawn: list[Any], seed: int) -> None:
+        for _, model_id, oracle in models:  # forget the gradients of the last example, which may have failed
+            wait(engine.step(model_id, AdamParams(learning_rate=0.0)))
+            for parameter in oracle.parameters.values():
+                parameter.grad = None
         draw = np.random.default_rng(seed)
         passes = [request_of(models[which][1], loss_fn, rows, draw) for which, loss_fn, rows in drawn]
         for (which, _, _), request, result in zip(drawn, passes, wait(engine.run(passes)), strict=True):
@@ -62,11 +66,8 @@ def test_packing_changes_no_logprob_and_no_gradient(kind: str, pass_tokens: int,
             if any(datum.inputs.get("weights", datum.inputs.get("advantages")).any() for datum in request.data):
                 loss.backward()
             for actual, wanted in zip(result.logprobs, logprobs, strict=True):
-                np.testing.assert_allclose(actual, wanted.detach().numpy(), atol=1e-5)
+                np.testing.assert_allclose(actual, wanted.detach().numpy(), rtol=4e-6, atol=1e-5)  # of up to -12
         for _, model_id, oracle in models:
             assert_same(gradients_of(engine, model_id), oracle.gradients())
-            wait(engine.step(model_id, AdamParams(learning_rate=0.0)))  # forget the gradients
-            for parameter in oracle.parameters.values():
-                parameter.grad = None
 
     check()
