@@ -194,11 +194,11 @@ def _hidden_grad(hidden: Tensor, weight: Tensor, placed: Sequence[PlacedAdapter]
         if HEAD not in weights.pairs:
             continue
         pair, rows = weights.pairs[HEAD], slice(start, stop)
-        # The long side last, as in `AdapterSlice.backward`.
-        narrow_grad = pair.b.to(hidden.dtype).T @ logits_grad[rows].T
-        result[rows].addmm_(narrow_grad.T, pair.a.to(hidden.dtype), alpha=weights.scale)
+        a, b = pair.a.to(hidden.dtype), pair.b.to(hidden.dtype)
+        narrow_grad = b.T @ logits_grad[rows].T  # the long side last, as in `AdapterSlice.backward`
+        result[rows].addmm_(narrow_grad.T, a, alpha=weights.scale)
         if weights.gradients:
-            buffer, narrow = weights.gradients[HEAD], pair.a.to(hidden.dtype) @ hidden[rows].T
+            buffer, narrow = weights.gradients[HEAD], a @ hidden[rows].T
             buffer.a.add_(narrow_grad @ hidden[rows], alpha=weights.scale)
             buffer.b.T.add_(narrow @ logits_grad[rows], alpha=weights.scale)
     return result

@@ -183,7 +183,7 @@ def _backward_down(
     """Add an adapter's part to the gradient of h without the pair's weight, and its gradients of A2 and B2."""
     weights, rows = adapter.weights, grad[adapter.rows]
     pair = weights.pairs[name]
-    own_grad = (pair.b[0].T @ rows.T).T[adapter.local]
+    own_grad = (pair.b[0].T @ rows.T).T[adapter.local]  # the long side last, as in `AdapterSlice.backward`
     adapter.add_product(plain, own_grad, pair.a)
     if weights.gradients:
         buffer = weights.gradients[name]
