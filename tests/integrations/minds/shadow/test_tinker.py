@@ -298,8 +298,10 @@ def test_steps_of_an_older_version_are_its_own(served, method):
 
     first, again, newest = with_policy(served, use)
     assert (again.version, newest.version) == (2, 3)
-    assert values(again) == values(first)
-    assert values(newest) != values(first)
+    # The service may train the forks of method "reverse", one for each probe, in one batch, which rounds differently.
+    bound = 1e-5 if method == "reverse" else 0
+    assert values(again) == pytest.approx(values(first), abs=bound, rel=0)
+    assert values(newest) != pytest.approx(values(first), abs=1e-4)
 
 
 def test_saved_versions_need_no_earlier_shadow_step(served):
