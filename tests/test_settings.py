@@ -35,6 +35,7 @@ class Model(Settings):
 
 class Run(Settings):
     steps: int = 1
+    mode: str = "both"
     model: Model = Model()
     source: Source = Sums()
     more: tuple[Source, ...] = ()
@@ -89,9 +90,12 @@ def test_environment_variables_are_interpolated_with_defaults(run_file, monkeypa
     [
         ("stepz: 3", "run.yaml: there is no key 'stepz'. Did you mean 'steps'?"),
         ("model: {rnk: 3}", "run.yaml: there is no key 'model.rnk'. Did you mean 'model.rank'?"),
+        ("modle: {rank: 3}", "run.yaml: there is no key 'modle'. Did you mean 'model'?"),
+        ("modle: explore", "run.yaml: there is no key 'modle'. Did you mean 'mode'?"),
+        ("optins: {a: 3}", "run.yaml: there is no key 'optins'. Did you mean 'options'?"),
         ("rank: 3", "run.yaml: there is no key 'rank'. Did you mean 'model.rank'?"),
         ("sizee: 3", "run.yaml: there is no key 'sizee'. Did you mean 'source.size'?"),
-        ("zzz: 3", "run.yaml: there is no key 'zzz'. Known here: model, more, options, source, steps."),
+        ("zzz: 3", "run.yaml: there is no key 'zzz'. Known here: mode, model, more, options, source, steps."),
         ("source: {type: sums, siz: 2}", "run.yaml: there is no key 'source.siz'. Did you mean 'source.size'?"),
         ("more: [{type: sums, siz: 2}]", "run.yaml: there is no key 'more.0.siz'. Did you mean 'more.0.size'?"),
         (

@@ -409,7 +409,7 @@ def _unknown_key(
         if text := kind.suggestion(key) if issubclass(kind, Settings) else "":
             return key, f"there is no key '{key}'. {text}"
     key = ".".join(parts)
-    return key, f"there is no key '{key}'. {_fix(kind, parts, parents)}"
+    return key, f"there is no key '{key}'. {_fix(kind, parts, parents, value)}"
 
 
 def _leaves(value: Any) -> Iterator[list[str]]:
@@ -474,12 +474,16 @@ def _no_such_type(key: str, fault: ErrorDetails, more: Sequence[str], origin: st
     return f"'{key}' has no type '{context.get('tag')}'. {fix}"
 
 
-def _fix(kind: type[BaseModel], parts: Sequence[str], parents: Sequence[type[BaseModel]]) -> str:
-    """The nearest key of the same section, else the nearest of another section, else all keys of the section."""
+def _fix(kind: type[BaseModel], parts: Sequence[str], parents: Sequence[type[BaseModel]], value: Any) -> str:
+    """The nearest key of the same section (of those that are sections, if the value is), else the nearest of another
+    section, else all keys of the section."""
     if issubclass(kind, Settings) and (text := kind.suggestion(".".join(parts))):
         return text
     names = sorted({name for parent in parents for name in parent.model_fields})
-    if near := nearest_name(parts[-1], names):
+    sections = [name for name in names if any(_models_under(parent, name) for parent in parents)]
+    if near := nearest_name(parts[-1], sections if isinstance(value, Mapping) else ()) or nearest_name(
+        parts[-1], names
+    ):
         return f"Did you mean '{'.'.join([*parts[:-1], near])}'?"
     all_paths = list(paths(kind))
     if without_entries(".".join(parts)) in map(without_entries, all_paths):

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
+from cyclopts import App, CycloptsError, Parameter, UnknownCommandError, UnknownOptionError, UnusedCliTokensError
 
 from tinsmith.cli.documents.output import AsJson, messages_on_stderr, print_json
 from tinsmith.cli.documents.run import document_of
@@ -95,7 +95,7 @@ Overrides = Annotated[
 ]
 
 
-@app.command
+@app.command(synonym="train")
 def run(
     *words: FileAndOverrides,
     config: Config = None,
@@ -232,6 +232,11 @@ def main() -> None:
 def _usage_error(error: CycloptsError, words: Sequence[str]) -> ConfigError:
     if isinstance(error, UnknownOptionError) and error.token is not None:
         return _option_error(error, error.token.keyword or error.token.value, words)
+    if isinstance(error, UnknownCommandError):
+        word = (error.unused_tokens or [""])[0]
+        is_file = Path(word).suffix in (".yaml", ".yml", ".toml", ".json")
+        hint = f"To train from a run file: tinsmith run {word}" if is_file else "--help lists the commands."
+        return ConfigError(str(error), hint)
     if not isinstance(error, UnusedCliTokensError):
         return ConfigError(str(error), "--help lists the options.")
     from tinsmith.settings import did_you_mean
