@@ -4,7 +4,7 @@
 row for each answer with all that was said before it, as an agent's requests are recorded. The baseline computes the
 rows by length, eight at a time, and shares nothing. A ratio is what sharing gives (tokens of all rows by packed
 positions) times what the engine gains on rows that share nothing; the note has both. A row for each answer is also
-computed in micro-batches that are about as long as the longest row, which is what the memory is compared at.
+computed in smaller micro-batches, down to those whose memory is that of the longest row.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import gc
 import statistics
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 
 import numpy as np
@@ -25,8 +26,9 @@ from benchmarks.parts.trees import shapes
 from benchmarks.workloads import Batch, grpo, tree
 
 RANK = 32
-ROW_TOKENS = 512
-"""`pass_tokens` that the longest row fits into, with little to spare."""
+SMALLER = (512, 192)
+"""`pass_tokens` of the smaller micro-batches: one that the longest row fits into with little to spare, and one whose
+activations, with the saved keys and values, take no more than the longest row alone."""
 SUBJECT = "tree of 20 leaves, depth 10 (24 said, 26 answered a turn), forks at any turn"
 
 
@@ -37,8 +39,8 @@ def measure(setting: Setting) -> list[Line]:
 
 def _speed(setting: Setting) -> list[Line]:
     ours, theirs, small = EngineDriver(setting), Baseline(load(setting), RANK), grpo(groups=1)
-    by_row = EngineDriver(setting, pass_tokens=ROW_TOKENS)
-    for engine in (ours, by_row):
+    smaller = {tokens: EngineDriver(setting, pass_tokens=tokens) for tokens in SMALLER}
+    for engine in (ours, *smaller.values()):
         engine.create("bench", RANK)
         _train(engine, small)
     theirs.train_batch(small)
@@ -47,18 +49,21 @@ def _speed(setting: Setting) -> list[Line]:
         "leaves": lambda: _train(ours, leaves),
         "theirs": lambda: theirs.train_batch(leaves),
         "answers": lambda: _train(ours, answers),
-        "small": lambda: _train(by_row, answers),
+        **{f"answers in {tokens}": partial(_train, engine, answers) for tokens, engine in smaller.items()},
         "their answers": lambda: theirs.train_batch(answers),
     }
     seconds = rotate(sides, setting.turns)
-    ours.close()
-    by_row.close()
-    in_small = replace(answers, name=f"{answers.name}, in micro-batches of {ROW_TOKENS} tokens")
-    return [
+    for engine in (ours, *smaller.values()):
+        engine.close()
+    lines = [
         replace(_speed_line(leaves, Comparison(seconds["leaves"], seconds["theirs"])), least=None, aim=None),
         _speed_line(answers, Comparison(seconds["answers"], seconds["their answers"])),
-        _speed_line(in_small, Comparison(seconds["small"], seconds["their answers"])),
     ]
+    for tokens in SMALLER:
+        work = replace(answers, name=f"{answers.name}, in micro-batches of {tokens} tokens")
+        line = _speed_line(work, Comparison(seconds[f"answers in {tokens}"], seconds["their answers"]))
+        lines.append(replace(line, least=None, aim=None))
+    return lines
 
 
 def _speed_line(work: Batch, comparison: Comparison) -> Line:
@@ -104,7 +109,7 @@ def _memory(setting: Setting) -> list[Line]:
     """Peaks above the loaded base, each in a process of its own."""
     work = tree(by_turn=True)
     longest = replace(work, rows=work.rows[-1:], prompts=work.prompts[-1:])
-    least = {"auto": None, ROW_TOKENS: 1.0}
+    least = {"auto": None} | dict.fromkeys(SMALLER) | {min(SMALLER): 1.0}
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as apart:
         row = apart.submit(_peak, setting, longest, "auto").result()
         theirs = apart.submit(_their_peak, setting, work).result()
