@@ -42,7 +42,7 @@ def read_status(layout: Layout, part: str, step: int) -> RunStatus:
     folder = Layout(layout.path.parent) if part else layout
     if is_locked(folder.lock(part)):
         return RunStatus("running", step=step)
-    condition, reason = _end_of_log(layout.log)
+    condition, reason = end_of_log(layout.log)
     if condition is None and (_is_complete(layout, step) or (part and layout.results.exists())):
         condition = "finished"
     if condition is None:
@@ -62,7 +62,7 @@ def is_locked(file: Path) -> bool:
     return False
 
 
-def _end_of_log(log: Path) -> tuple[Condition | None, str]:
+def end_of_log(log: Path) -> tuple[Condition | None, str]:
     """What the log says of how the newest process ended; None if it does not say it."""
     condition: Condition | None = None
     reason = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -12,13 +13,15 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from rich.console import Console
 
-from tests.rl.scripted_run import rows, run, settings
+from tests.rl.scripted_run import Killed, breaking, rows, run, scripted, settings
 from tinsmith.chat.strict_json import parse_json
+from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.record.monitors import charts
 from tinsmith.rl.record.monitors.base import Monitor, Monitors, RunInfo
 from tinsmith.rl.record.monitors.console import ConsoleConfig, ConsoleMonitor
 from tinsmith.rl.record.monitors.jsonl import JsonlMonitor, read_metrics
 from tinsmith.rl.record.monitors.report import write
+from tinsmith.rl.run.loop import train
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 from tinsmith.rl.workflows.base import WorkflowPolicy
 
@@ -138,6 +141,19 @@ def test_monitors_show_each_role(tmp_path):
     assert group.count("<b>answer</b> right") + group.count("<b>answer</b> wrong") == 4
     for chart in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
         ElementTree.fromstring(chart)
+
+
+def test_report_says_how_the_run_ended(finished, tmp_path):
+    assert "finished, 6 updates" in (finished / "report.html").read_text()
+    report, until = tmp_path / "report.html", {"metric": "reward/mean", "at_least": 0.0}
+    config = settings(tmp_path, until=until, monitors=[{"type": "report"}])
+    asyncio.run(train(config, scripted(tmp_path), Console(quiet=True), StopSignal(0.0)))
+    assert "stopped by its time limit after step 0 of 8" in report.read_text()
+    with pytest.raises(Killed):
+        run(config, breaking(tmp_path, calls=0, at="train"))
+    assert "not finished" in report.read_text()
+    assert run(config).step == 1
+    assert "finished, 1 update<" in report.read_text()
 
 
 def test_report_of_one_role_has_no_roles(finished):

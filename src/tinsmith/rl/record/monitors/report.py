@@ -24,6 +24,7 @@ from tinsmith.rl.history.chart_specs import ChartSpec, chart_specs
 from tinsmith.rl.history.metric_table import MetricTable
 from tinsmith.rl.history.rollout_html import STYLE, rollout_html
 from tinsmith.rl.history.run import RunHistory
+from tinsmith.rl.history.status import end_of_log
 from tinsmith.rl.record import timeline
 from tinsmith.rl.record.layout import Kind, Layout
 from tinsmith.rl.record.metrics import measures_right
@@ -85,7 +86,7 @@ def write(info: RunInfo, refresh: float = 0.0) -> Path:
         settings=to_yaml(info.settings),
         refresh=round(refresh),
         diagnosis=diagnosis,
-        cards=_cards(info, rows, diagnosis.updates),
+        cards=_cards(info, rows, "running" if refresh else _ending(layout), diagnosis.updates),
         charts=[chart for chart in _charts(rows) if chart["svg"]],
         comparison=RunHistory(layout.path).comparison,
         timeline=timeline.svg(timeline.read(info.folder)),
@@ -107,8 +108,8 @@ def _points(rows: Sequence[Row], name: str) -> tuple[tuple[float, float], ...]:
     return tuple((row["step"], row[name]) for row in rows if name in row)
 
 
-def _cards(info: RunInfo, rows: Sequence[Row], updates: int | None) -> list[dict[str, str]]:
-    """The headline numbers: held-out tasks, by what is measured; reward; steps; time."""
+def _cards(info: RunInfo, rows: Sequence[Row], condition: str, updates: int | None) -> list[dict[str, str]]:
+    """The headline numbers: held-out tasks, by what is measured; reward; steps, with the run's condition; time."""
     cards = []
     right = measures_right(rows)
     measure, baseline = ("pass@1", "pass@1") if right else ("reward/mean", "reward")
@@ -126,7 +127,7 @@ def _cards(info: RunInfo, rows: Sequence[Row], updates: int | None) -> list[dict
     elif loss := _points(rows, "optim/expert_nll"):
         cards.append({"name": "nats per token of demonstrations", "value": _span(loss, 3), "note": "lower is better"})
     done = int(rows[-1]["step"]) if rows else 0
-    note = _state(done, info.steps) + ("" if updates is None else f", {counted(updates, 'update')}")
+    note = condition + ("" if updates is None else f", {counted(updates, 'update')}")
     cards.append({"name": "steps", "value": f"{done} / {info.steps}", "note": note})
     seconds = sum(row.get("time/step", 0.0) + row.get("time/eval", 0.0) for row in rows)
     tokens = sum(row.get("tokens/sampled", 0.0) for row in rows)
@@ -219,8 +220,10 @@ def _span(points: Sequence[tuple[float, float]], digits: int) -> str:
     return f"{first:.{digits}f} → {last:.{digits}f}" if len(points) > 1 else f"{first:.{digits}f}"
 
 
-def _state(done: int, steps: int) -> str:
-    return "finished" if done >= steps else "running or interrupted"
+def _ending(layout: Layout) -> str:
+    """How the run ended, by its log, which has an error only after its monitors are closed."""
+    condition, reason = end_of_log(layout.log)
+    return f"stopped by {reason}" if condition == "stopped" else condition or "not finished"
 
 
 def _duration(seconds: float) -> str:
