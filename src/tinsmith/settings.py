@@ -481,9 +481,8 @@ def _fix(kind: type[BaseModel], parts: Sequence[str], parents: Sequence[type[Bas
         return text
     names = sorted({name for parent in parents for name in parent.model_fields})
     sections = [name for name in names if any(_models_under(parent, name) for parent in parents)]
-    if near := nearest_name(parts[-1], sections if isinstance(value, Mapping) else ()) or nearest_name(
-        parts[-1], names
-    ):
+    near = nearest_name(parts[-1], sections) if isinstance(value, Mapping) else ""
+    if near := near or nearest_name(parts[-1], names):
         return f"Did you mean '{'.'.join([*parts[:-1], near])}'?"
     all_paths = list(paths(kind))
     if without_entries(".".join(parts)) in map(without_entries, all_paths):

@@ -55,15 +55,18 @@ def _speed(setting: Setting) -> list[Line]:
     seconds = rotate(sides, setting.turns)
     for engine in (ours, *smaller.values()):
         engine.close()
-    lines = [
+    in_smaller = [
+        _speed_line(
+            replace(answers, name=f"{answers.name}, in micro-batches of {tokens} tokens"),
+            Comparison(seconds[f"answers in {tokens}"], seconds["their answers"]),
+        )
+        for tokens in SMALLER
+    ]
+    return [
         replace(_speed_line(leaves, Comparison(seconds["leaves"], seconds["theirs"])), least=None, aim=None),
         _speed_line(answers, Comparison(seconds["answers"], seconds["their answers"])),
+        *in_smaller,
     ]
-    for tokens in SMALLER:
-        work = replace(answers, name=f"{answers.name}, in micro-batches of {tokens} tokens")
-        line = _speed_line(work, Comparison(seconds[f"answers in {tokens}"], seconds["their answers"]))
-        lines.append(replace(line, least=None, aim=None))
-    return lines
 
 
 def _speed_line(work: Batch, comparison: Comparison) -> Line:
@@ -109,7 +112,7 @@ def _memory(setting: Setting) -> list[Line]:
     """Peaks above the loaded base, each in a process of its own."""
     work = tree(by_turn=True)
     longest = replace(work, rows=work.rows[-1:], prompts=work.prompts[-1:])
-    least = {"auto": None} | dict.fromkeys(SMALLER) | {min(SMALLER): 1.0}
+    least = {"auto": None, **dict.fromkeys(SMALLER, 1.0)}
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as apart:
         row = apart.submit(_peak, setting, longest, "auto").result()
         theirs = apart.submit(_their_peak, setting, work).result()

@@ -16,6 +16,7 @@ from cyclopts import App, CycloptsError, Parameter, UnknownCommandError, Unknown
 from tinsmith.cli.documents.output import AsJson, messages_on_stderr, print_json
 from tinsmith.cli.documents.run import document_of
 from tinsmith.cli.run_file import (
+    RUN_FILES,
     Config,
     FileAndOverrides,
     PluginDir,
@@ -234,7 +235,7 @@ def _usage_error(error: CycloptsError, words: Sequence[str]) -> ConfigError:
         return _option_error(error, error.token.keyword or error.token.value, words)
     if isinstance(error, UnknownCommandError):
         word = (error.unused_tokens or [""])[0]
-        is_file = Path(word).suffix in (".yaml", ".yml", ".toml", ".json")
+        is_file = word.endswith(RUN_FILES)
         hint = f"To train from a run file: tinsmith run {word}" if is_file else "--help lists the commands."
         return ConfigError(str(error), hint)
     if not isinstance(error, UnusedCliTokensError):

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from tinsmith.dialects import RunFile
     from tinsmith.rl.config import RunConfig
 
+RUN_FILES = (".yaml", ".yml", ".toml")
+"""How names of run files end."""
+
 config = App(name="config", help="Show a run file with all settings, or convert one to Tinsmith's format.")
 
 FileAndOverrides = Annotated[

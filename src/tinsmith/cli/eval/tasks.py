@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinsmith.cli.run_file import RUN_FILES
 from tinsmith.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 SECTIONS = ("tasks", "environments")
 """Sections of a run file of which the command line may set keys: of files of rows, and of environments by name."""
 _ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
-_RUN_FILES = (".yaml", ".yml", ".toml")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _OF_RUN = ("workflow", "sampling", "plugins", "concurrency", "seed")
 """Keys of a run that apply to rows on which its weights are evaluated."""
@@ -54,7 +54,7 @@ def title(name: str) -> str:
 def _kind(name: str) -> str:
     path = Path(name)
     suffix = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
-    return "rows" if suffix in _ROWS else "run file" if suffix in _RUN_FILES else ""
+    return "rows" if suffix in _ROWS else "run file" if suffix in RUN_FILES else ""
 
 
 def _environment(name: str) -> tuple[str, str] | None:

@@ -285,23 +285,24 @@ def test_pending_gradient_is_not_changed(served, data_folder, method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_steps_of_an_older_version_are_its_own(served, method):
+    # Method "reverse" trains a fork for each probe; several may be trained in one batch, which rounds differently.
+    probes = PROBES[:1] if method == "reverse" else PROBES
+
     async def use(policy: TinkerTrainer):
         async with shadowing(policy, lag=1, method=method) as (shadow, _):
-            first = await shadow.delta(train=REPLIES[:1], probes=PROBES)
+            first = await shadow.delta(train=REPLIES[:1], probes=probes)
             await train(policy, 102)
-            again = await shadow.delta(train=REPLIES[:1], probes=PROBES, at=2)
-            newest = await shadow.delta(train=REPLIES[:1], probes=PROBES)
+            again = await shadow.delta(train=REPLIES[:1], probes=probes, at=2)
+            newest = await shadow.delta(train=REPLIES[:1], probes=probes)
             await train(policy, 103)
             with pytest.raises(UserError, match="weights of version 2 are not saved"):
-                await shadow.delta(train=REPLIES[:1], probes=PROBES, at=2)
+                await shadow.delta(train=REPLIES[:1], probes=probes, at=2)
         return first, again, newest
 
     first, again, newest = with_policy(served, use)
     assert (again.version, newest.version) == (2, 3)
-    # The service may train the forks of method "reverse", one for each probe, in one batch, which rounds differently.
-    bound = 1e-5 if method == "reverse" else 0
-    assert values(again) == pytest.approx(values(first), abs=bound, rel=0)
-    assert values(newest) != pytest.approx(values(first), abs=1e-4)
+    assert values(again) == values(first)
+    assert values(newest) != values(first)
 
 
 def test_saved_versions_need_no_earlier_shadow_step(served):
