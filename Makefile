@@ -20,14 +20,14 @@ help:  ## list the targets
 install: $(INSTALLED)  ## create $(VENV) for demo, tests and checks; the other targets do this first
 
 # Reinstalled when the requirements change. pip first: the one of Python 3.11 needs three times as long to find the
-# versions. Then torch, alone, so that the other packages fit it, from the index TORCH_INDEX if it is set. Modules are
-# compiled when they are imported, because most never are; the last line does that for those of a service and a run. pip
+# versions. Then torch, alone, so that the other packages fit it, from the index TORCH_INDEX if it is set; its modules, of
+# which most are never imported, are compiled when they are. The last line does that for those of a service and a run. pip
 # prints errors only: it warns of an extra that a package spells in another way.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -qq --upgrade --constraint constraints.txt pip
 	$(BIN)/python -m pip install -qq --no-compile --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(BIN)/python -m pip install -qq --no-compile --constraint constraints.txt --editable '.[serve,dev,hub]'
+	$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[serve,dev,hub]'
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import tinsmith.cli.serve, tinsmith.cli.sweep, tinsmith.engine.torch_engine, \
 		transformers.models.llama.modeling_llama; tinsmith.cli.sweep.preload()"
 	touch $@
