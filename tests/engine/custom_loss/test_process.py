@@ -21,7 +21,7 @@ from tinsmith.errors import BadRequest, EngineError, TooLarge, Unsupported
 
 @pytest.fixture(scope="module")
 def losses(forked_programs: str) -> Iterator[LossProcess]:
-    made = LossProcess(1, torch.backends.mkldnn.matmul.fp32_precision)
+    made = LossProcess(1)
     yield made
     made.close()
 

@@ -44,7 +44,6 @@ def main() -> None:
     settings, _ = receive(connection)
     if settings["threads"]:
         torch.set_num_threads(settings["threads"])
-        torch.backends.mkldnn.matmul.fp32_precision = settings["precision"]  # pyright: ignore[reportAttributeAccessIssue]
     losses: dict[str, CustomLoss] = {}
     CustomLoss(_FIRST).run(torch.zeros(1), {})  # imports modules of torch, which takes seconds
     _limit_memory()

@@ -50,9 +50,9 @@ class EvaluatedLoss:
 class LossProcess:
     """Evaluates uploaded losses in one child process."""
 
-    def __init__(self, threads: int = 0, precision: str = "ieee") -> None:
-        """`threads` and `precision` of torch in the child, which decide its rounding; 0 leaves both as they are."""
-        self._settings = {"threads": threads, "precision": precision}
+    def __init__(self, threads: int = 0) -> None:
+        """`threads` of torch in the child, which decide its rounding; 0 leaves them as they are."""
+        self._settings = {"threads": threads}
         self._child: ConnectedChild | None = None
         self._refused: dict[str, str] = {}
         """Text of a graph -> why it is refused."""

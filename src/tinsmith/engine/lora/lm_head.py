@@ -12,6 +12,7 @@ own, so that the others cost nothing in the backward. Entropies of the whole sof
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
 from tinsmith.engine.lora.head.blocks import PackedTargets, ScoreBlock, block_rows, plan_blocks
 from tinsmith.engine.lora.head.choice import softmax_on
 from tinsmith.engine.lora.matmul import FrozenLinear, pack_float16
+from tinsmith.engine.model import precision
 from tinsmith.engine.model.logit_rule import LogitRule
 from tinsmith.engine.model_parts import HEAD
 
@@ -108,7 +110,9 @@ class LMHead:
     def _products(self, hidden: Tensor) -> Tensor:
         """hidden [R, D] -> float32 products with the weights [R, V]."""
         if self._frozen is not None:
-            return self._frozen(hidden.float())
+            bfloat16 = hidden.dtype == self._weight.dtype == torch.bfloat16
+            with precision.bfloat16_products() if bfloat16 else nullcontext():
+                return self._frozen(hidden.float())
         products = torch.mm(hidden, self._weight.T, out_dtype=torch.float32)
         return products if self._bias is None else products.add_(self._bias)
 

@@ -20,13 +20,11 @@ Bfloat16 = Literal["fast", "slow", "emulated"]
 
 
 def set_matmul_precision(dtype: torch.dtype) -> None:
-    """Set how float32 products (those of the head) round, for the whole process.
-
-    If the base model is bfloat16, the factors are bfloat16 values: CPUs may then multiply as bfloat16 and GPUs as TF32,
-    which represents bfloat16 exactly. Both accumulate in float32.
+    """Set how float32 products round, for the whole process: exactly on CPUs, and on GPUs as TF32 if the base model is
+    bfloat16. TF32 represents the head's factors, which are then bfloat16 values, exactly, and accumulates in float32.
     """
     narrow = dtype == torch.bfloat16
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16" if narrow else "ieee"  # pyright: ignore[reportAttributeAccessIssue]
+    torch.backends.mkldnn.matmul.fp32_precision = "ieee"  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cuda.matmul.fp32_precision = "tf32" if narrow else "ieee"
     # cuDNN, which comes first on Hopper and Blackwell, builds a plan of up to 0.4 s for each new shape, and nearly
     # every decoding step and cached prefix has a shape of its own.
@@ -57,15 +55,29 @@ def cpu_bfloat16(root: Path = Path("/")) -> Bfloat16:
 @contextmanager
 def exact_products() -> Iterator[None]:
     """Multiply float32 exactly within the context, whatever an engine of this process has set."""
-    backends: Any = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)  # pyright: ignore[reportAttributeAccessIssue]
+    with _products("ieee", torch.backends.mkldnn.matmul, torch.backends.cuda.matmul):  # pyright: ignore[reportAttributeAccessIssue]
+        yield
+
+
+@contextmanager
+def bfloat16_products() -> Iterator[None]:
+    """Let CPUs with AMX multiply float32 factors as bfloat16 within the context, and accumulate in float32: three times
+    as fast, and exact where all factors are bfloat16 values. Other processors multiply float32."""
+    with _products("bf16", torch.backends.mkldnn.matmul):  # pyright: ignore[reportAttributeAccessIssue]
+        yield
+
+
+@contextmanager
+def _products(precision: str, *backends: Any) -> Iterator[None]:
+    """Within the context, these backends multiply float32 with this precision."""
     previous = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:
-            backend.fp32_precision = "ieee"
+            backend.fp32_precision = precision
         yield
     finally:
-        for backend, precision in zip(backends, previous, strict=True):
-            backend.fp32_precision = precision
+        for backend, before in zip(backends, previous, strict=True):
+            backend.fp32_precision = before
 
 
 def use_deterministic_kernels(device: torch.device) -> None:

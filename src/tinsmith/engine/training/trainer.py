@@ -84,8 +84,7 @@ class TorchTrainer:
         """Saved adapters that were forked last, by their folders, which never change."""
         self._locks = ModelLocks()
         self._device_lock = asyncio.Lock()
-        precision = torch.backends.mkldnn.matmul.fp32_precision  # pyright: ignore[reportAttributeAccessIssue]
-        self._losses = LossProcess(torch.get_num_threads(), precision)
+        self._losses = LossProcess(torch.get_num_threads())
         self._queue: MicroBatchQueue | LockstepQueue
         if self._exchange.lockstep:
             self._queue = LockstepQueue(pass_tokens, self._turn, self._compute, self._exchange)
