@@ -20,16 +20,15 @@ help:  ## list the targets
 install: $(INSTALLED)  ## create $(VENV) for demo, tests and checks; the other targets do this first
 
 # Reinstalled when the requirements change. pip first: the one of Python 3.11 needs three times as long to find the
-# versions. Then torch, alone, so that the other packages fit it, from the index TORCH_INDEX if it is set; its modules, of
-# which most are never imported, are compiled when they are. The last line does that for those of a service and a run. pip
-# prints errors only: it warns of an extra that a package spells in another way.
+# versions. Then torch, alone, so that the other packages fit it, from the index TORCH_INDEX if it is set. At last all
+# modules are compiled, on every core; pip would do so on one. Some are for other versions of Python and stay as they are.
+# pip prints errors only: it warns of an extra that a package spells in another way.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -qq --upgrade --constraint constraints.txt pip
 	$(BIN)/python -m pip install -qq --no-compile --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[serve,dev,hub]'
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import tinsmith.cli.serve, tinsmith.cli.sweep, tinsmith.engine.torch_engine, \
-		transformers.models.llama.modeling_llama; tinsmith.cli.sweep.preload()"
+	$(BIN)/python -m pip install -qq --no-compile --constraint constraints.txt --editable '.[serve,dev,hub]'
+	$(BIN)/python -W ignore -m compileall -qq -j 0 $(abspath $(VENV))/lib $(CURDIR)/src || true
 	touch $@
 
 vllm: $(VLLM)/.installed  ## create $(VLLM) with vLLM for CPUs, for `tinsmith serve --sampler vllm`
