@@ -123,6 +123,7 @@ def test_gradients_of_a_tree_are_those_of_separate_rows(tiny_llama: Path):
 @pytest.mark.parametrize("part", [agreement, sharing, switching, tenants])
 def test_part_runs_on_a_tiny_model(part: object, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sharing, "TOKENS", 8)
+    monkeypatch.setattr(tenants, "MANY", 100)
     lines = part.measure(Setting(folder=tiny_llama, threads=1, turns=1, dtype="float32"))  # type: ignore[attr-defined]
     assert lines
     assert all(line.values for line in lines)
