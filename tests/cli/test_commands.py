@@ -355,6 +355,7 @@ def error_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
         (("rn",), 'error: Unknown command "rn". Did you mean "run"?'),
         (("train", "small.yaml"), 'error: Unknown command "train". Did you mean "run"?'),
         (("small.yaml",), "To train from a run file: tinsmith run small.yaml"),
+        (("config", "small.yaml"), "To print a run file with all its settings: tinsmith config show small.yaml"),
         (("models", "pul", "x"), "tinsmith models does not take 'pul'. Did you mean 'pull'? Its commands: pull, load"),
         (("log", "a", "b"), "tinsmith log does not take 'b'. tinsmith log --help"),
         (("log", "-l", "loud"), 'Choose from: "DEBUG", "INFO", "WARNING", "ERROR". --help'),

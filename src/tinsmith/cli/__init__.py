@@ -235,9 +235,7 @@ def _usage_error(error: CycloptsError, words: Sequence[str]) -> ConfigError:
         return _option_error(error, error.token.keyword or error.token.value, words)
     if isinstance(error, UnknownCommandError):
         word = (error.unused_tokens or [""])[0]
-        is_file = word.endswith(RUN_FILES)
-        hint = f"To train from a run file: tinsmith run {word}" if is_file else "--help lists the commands."
-        return ConfigError(str(error), hint)
+        return ConfigError(str(error), _run_file_hint(error, word) or "--help lists the commands.")
     if not isinstance(error, UnusedCliTokensError):
         return ConfigError(str(error), "--help lists the options.")
     from tinsmith.settings import did_you_mean
@@ -247,6 +245,15 @@ def _usage_error(error: CycloptsError, words: Sequence[str]) -> ConfigError:
     message = f"{command} does not take {word!r}. {did_you_mean(word, names)}".strip()
     commands = f"Its commands: {', '.join(names)}. " if names else ""
     return ConfigError(message, f"{commands}{command} --help says what it takes.")
+
+
+def _run_file_hint(error: UnknownCommandError, word: str) -> str:
+    """The command for a run file that was given as one; empty for other words."""
+    if not word.endswith(RUN_FILES):
+        return ""
+    if (error.command_chain or ("",))[0] == "config":
+        return f"To print a run file with all its settings: tinsmith config show {word}"
+    return f"To train from a run file: tinsmith run {word}"
 
 
 def _option_error(error: CycloptsError, option: str, words: Sequence[str]) -> ConfigError:
