@@ -58,7 +58,8 @@ def write(results: Path, parts: Mapping[str, Part], order: Sequence[str], title:
 def machine() -> str:
     """Description of the machine."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
-    instructions = torch.backends.cpu.get_cpu_capability()
+    amx = " and AMX" if torch.cpu._is_amx_tile_supported() else ""
+    instructions = torch.backends.cpu.get_cpu_capability() + amx
     return f"{os.cpu_count()} CPU cores, {platform.machine()} with {instructions}, {packages}"
 
 
