@@ -247,11 +247,16 @@ def _usage_error(error: CycloptsError, words: Sequence[str]) -> ConfigError:
     return ConfigError(message, f"{commands}{command} --help says what it takes.")
 
 
+def _command(error: CycloptsError) -> str:
+    """The first word of the command that the error is of; empty if there is none."""
+    return (error.command_chain or ("",))[0]
+
+
 def _run_file_hint(error: UnknownCommandError, word: str) -> str:
     """The command for a run file that was given as one; empty for other words."""
     if not word.endswith(RUN_FILES):
         return ""
-    if (error.command_chain or ("",))[0] == "config":
+    if _command(error) == "config":
         return f"To print a run file with all its settings: tinsmith config show {word}"
     return f"To train from a run file: tinsmith run {word}"
 
@@ -259,7 +264,7 @@ def _run_file_hint(error: UnknownCommandError, word: str) -> str:
 def _option_error(error: CycloptsError, option: str, words: Sequence[str]) -> ConfigError:
     """The error for an unknown option, which may be a setting of a run with hyphens before it."""
     message = f"Unknown option: {option}."
-    if (error.command_chain or ("",))[0] not in _TAKE_SETTINGS:
+    if _command(error) not in _TAKE_SETTINGS:
         return ConfigError(str(error), "--help lists the options.")
     from tinsmith.rl.config import RunConfig
 
