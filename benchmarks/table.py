@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -15,6 +16,8 @@ import torch
 from benchmarks.comparison import Line
 
 TITLE = "Speed (`make bench`, `benchmarks/speed.py`)"
+LABEL_WIDTH = 80
+"""Characters in a line of a picture's labels."""
 HEADER = (
     "| work | baseline, in turns with it | ours | theirs | measured: median (range) | at least | aim | reached |\n"
     "|---|---|---|---|---|---|---|---|"
@@ -122,8 +125,12 @@ def _draw(file: Path, lines: Sequence[Line]) -> None:
         )
     axes.axvline(1, color="black", linewidth=1)
     axes.set_xscale("log")
-    axes.set_yticks(range(len(lines)), [line.work[:88] for line in reversed(lines)], fontsize=8)
-    axes.set_xlabel("times better than promised (blue: the aim; black: the range); at the right the measured value")
+    axes.set_ylim(-0.7, len(lines) - 0.3)
+    labels = ["\n".join(textwrap.wrap(line.work, LABEL_WIDTH)[:3]) for line in reversed(lines)]
+    axes.set_yticks(range(len(lines)), labels, fontsize=7)
+    figure.supxlabel(
+        "times better than promised (blue: the aim; black: the range); at the right the measured value", fontsize=9
+    )
     figure.savefig(file, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
 
