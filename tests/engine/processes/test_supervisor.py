@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,13 +17,13 @@ from tinsmith.errors import EngineDied, EngineError
 def delays(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Delays between attempts, none of which passes."""
     recorded: list[float] = []
-    sleep = asyncio.sleep
 
     async def pass_at_once(seconds: float) -> None:
         recorded.append(seconds)
-        await sleep(0)
+        await asyncio.sleep(0)
 
-    monkeypatch.setattr(supervisor.asyncio, "sleep", pass_at_once)
+    # The module's own name alone: threads of SDK clients of earlier tests call asyncio.sleep too.
+    monkeypatch.setattr(supervisor, "asyncio", SimpleNamespace(sleep=pass_at_once))
     return recorded
 
 
