@@ -126,7 +126,7 @@ def _draw(file: Path, lines: Sequence[Line]) -> None:
     axes.axvline(1, color="black", linewidth=1)
     axes.set_xscale("log")
     axes.set_ylim(-0.7, len(lines) - 0.3)
-    labels = ["\n".join(textwrap.wrap(line.work, LABEL_WIDTH)[:3]) for line in reversed(lines)]
+    labels = [textwrap.fill(line.work, LABEL_WIDTH) for line in reversed(lines)]
     axes.set_yticks(range(len(lines)), labels, fontsize=7)
     figure.supxlabel(
         "times better than promised (blue: the aim; black: the range); at the right the measured value", fontsize=9
