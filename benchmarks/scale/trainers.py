@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.scale.clock import now
 from benchmarks.scale.hardware import Hardware
 from tinsmith.engine.base import OnDelta, Pass, SampleRequest, SampleResult, SavedAdapter
-from tinsmith.engine.cluster.trainers.shares import RowCosts, balanced
+from tinsmith.engine.training.shares import RowCosts, balanced
 from tinsmith.errors import EngineDied
 from tinsmith.service.storage.records import QueuedRequest
 from tinsmith.service.training.scheduler import Group, next_groups

@@ -109,8 +109,9 @@ class EngineOptions(DeviceOptions):
 
     pass_tokens: PassTokens = "auto"
     """Packed tokens in one training micro-batch; limits the memory of activations. Tokens of a shared prefix count
-    once. `auto`: on a CPU what fits into a quarter of the memory that is free after the model is loaded, at most 1,024;
-    on a GPU what the memory plan leaves it (`tinsmith serve --plan`), at most 8,192."""
+    once. A CPU with two threads or more computes two at the same time. `auto`: on a CPU what fits into a quarter of the
+    memory that is free after the model is loaded, at most 1,024; on a GPU what the memory plan leaves it
+    (`tinsmith serve --plan`), at most 8,192."""
 
     recompute: Recompute = "auto"
     """Activation checkpointing: recompute the activations of a layer in the backward pass instead of storing them, for

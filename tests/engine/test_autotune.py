@@ -45,7 +45,7 @@ def test_tokens_that_fit_use_a_quarter_of_free_memory(free: int, each: float, mo
 def test_activation_bytes_match_the_saved_tensors(kind: str, dtype: str, engine_of: Any):
     """At least the inputs of all products of 2 layers of width 96 and 208, and at most twice that."""
     trainer = engine_of(kind, dtype=dtype).trainer
-    base, active = trainer._base, trainer._active
+    base, active = trainer._base, trainer._runner._active
     itemsize = torch.tensor([], dtype=base.dtype).element_size()
     heads = base.model.config.head_dim * 4
     layer = itemsize * (96 + 3 * heads + 96 + 3 * 208)
@@ -56,9 +56,9 @@ def test_activation_bytes_match_the_saved_tensors(kind: str, dtype: str, engine_
 
 def test_recomputing_layers_save_fewer_bytes(engine_of: Any):
     trainer = engine_of("llama").trainer
-    saved = autotune.activation_bytes_per_token(trainer._base, trainer._active)
-    with trainer._switch.set(True):
-        recomputed = autotune.activation_bytes_per_token(trainer._base, trainer._active)
+    saved = autotune.activation_bytes_per_token(trainer._base, trainer._runner._active)
+    with trainer._runner._switch.set(True):
+        recomputed = autotune.activation_bytes_per_token(trainer._base, trainer._runner._active)
     head = trainer._base.card.vocab_size * 4
     assert recomputed - head < (saved - head) / 4
 

@@ -123,13 +123,14 @@ def _trial_tree(base: BaseModel, length: int) -> packing.PackedTree:
     return packing.pack([packing.PackedRow(key=0, adapter=0, tokens=tokens)])
 
 
-def resolve_pass_tokens(setting: PassTokens, base: BaseModel, active: linear.ActiveAdapters) -> int:
-    """The setting itself or, for `auto`, what fits into memory; `base` is adapted, with its final layers."""
+def resolve_pass_tokens(setting: PassTokens, base: BaseModel, active: linear.ActiveAdapters, at_once: int = 1) -> int:
+    """The setting itself or, for `auto`, what fits into memory with `at_once` micro-batches at the same time; `base` is
+    adapted, with its final layers."""
     if setting != "auto":
         return setting
     free = torch.cuda.mem_get_info(base.device)[0] if base.device.type == "cuda" else free_bytes()
     each = base.checks.result("activation bytes", lambda: activation_bytes_per_token(base, active))
-    return tokens_that_fit(free, each, MAX_TOKENS[base.device.type])
+    return tokens_that_fit(free, at_once * each, MAX_TOKENS[base.device.type])
 
 
 def check_memory(config: EngineConfig) -> None:

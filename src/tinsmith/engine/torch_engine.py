@@ -44,6 +44,7 @@ from tinsmith.engine.sample_validation import check_sample
 from tinsmith.engine.sampling.sampler import TorchSampler
 from tinsmith.engine.training import activation_checkpointing
 from tinsmith.engine.training.exchange import ALONE, Exchange
+from tinsmith.engine.training.micro_batches.threads import MAX_AT_ONCE
 from tinsmith.engine.training.trainer import TorchTrainer
 from tinsmith.errors import TinsmithError
 
@@ -108,6 +109,7 @@ class TorchEngine(EngineClient):
             memory = autotune.memory_plan(config, base, active)
             tokens = memory.pass_tokens if memory is not None else _pass_tokens(config, base, active, exchange)
             tokens = exchange.least(tokens)
+        at_once = _at_once(config, base, exchange)
         training_tokens = max(1, round(policy.micro_batch_share * tokens))
         self.trainer = TorchTrainer(
             base,
@@ -118,6 +120,7 @@ class TorchEngine(EngineClient):
             switch,
             config.recompute,
             packs_requests=not config.deterministic,
+            at_once=at_once,
             exchange=exchange,
         )
         batch = GeneralBatch(base, head) if isinstance(base, GeneralModel) else None
@@ -218,6 +221,12 @@ class TorchEngine(EngineClient):
             return error
 
 
+def _at_once(config: EngineConfig, base: BaseModel, exchange: Exchange) -> int:
+    """Micro-batches that are computed at the same time."""
+    divides = base.computes_in_threads and not config.deterministic and not exchange.lockstep
+    return min(MAX_AT_ONCE, torch.get_num_threads()) if divides else 1
+
+
 def _pass_tokens(config: EngineConfig, base: BaseModel, active: linear.ActiveAdapters, exchange: Exchange) -> int:
     """Tokens of a micro-batch where no plan says them."""
     wanted = config.pass_tokens
@@ -225,7 +234,7 @@ def _pass_tokens(config: EngineConfig, base: BaseModel, active: linear.ActiveAda
         wanted = model_facts.DETERMINISTIC_TOKENS
     elif wanted == "auto" and exchange.lockstep:
         wanted = autotune.MAX_TOKENS[base.device.type]
-    return autotune.resolve_pass_tokens(wanted, base, active)
+    return autotune.resolve_pass_tokens(wanted, base, active, _at_once(config, base, exchange))
 
 
 def _parameters(base: BaseModel, part: str, *, separate_experts: bool = False) -> int:

@@ -117,7 +117,7 @@ def test_pieces_give_the_results_of_the_whole_tree(
     adapter = write_adapter(saved(kind), tmp_path / "adapter", LoraSpec(rank=4, seed=1))
     results, gradients = [], []
     for engine in (engine_for(kind), engine_for(kind, pass_tokens=16, recompute=recompute)):
-        assert engine.trainer._cuts
+        assert engine.trainer._runner.cuts
         wait(engine.load("cut", adapter, optimizer=False))
         (result,) = wait(engine.run([request("cut", ROWS)]))
         results.append(result)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.engine.data import LOSSES, datum_for, pass_for, tokens_of
 from tests.engine.inspection import gradients_of
 from tests.engine.reference import assert_same
-from tests.engine.training.test_micro_batch_queue import spin
+from tests.engine.training.micro_batches.test_queue import spin
 from tinsmith.engine.base import Pass
 from tinsmith.engine.model import packing
 
@@ -120,13 +120,13 @@ def test_other_runs_come_between_pieces(pair: Any, wait: Any, monkeypatch: pytes
     """A small run of another share is answered before the pieces of a tree are all computed; both match the oracle."""
     (engine, large, oracle), (_, small, other) = pair(pass_tokens=16), pair(pass_tokens=16)
     computed = []
-    compute_piece = engine.trainer._compute_piece
+    score = engine.trainer._runner._score
 
-    def counted(batch: Any, piece: Any) -> None:
-        computed.append(len(piece.own))
-        compute_piece(batch, piece)
+    def counted(running: Any) -> None:
+        computed.append(len(running.piece.own))
+        score(running)
 
-    monkeypatch.setattr(engine.trainer, "_compute_piece", counted)
+    monkeypatch.setattr(engine.trainer._runner, "_score", counted)
     requests = [replace(tree_pass(large, "cross_entropy"), share="a"), pass_for("ppo", small, lengths=(5, 3))]
 
     async def together() -> tuple[int, int]:
@@ -151,10 +151,10 @@ def test_run_cancelled_between_pieces_leaves_no_gradient(pair: Any, wait: Any) -
 
     async def cancelled() -> None:
         run = asyncio.create_task(engine.run([tree_pass(model_id, "cross_entropy")]))
-        await spin(lambda: bool(engine.trainer._queue._pieces))
+        await spin(lambda: bool(engine.trainer._queue._running))
         run.cancel()
         await asyncio.gather(run, return_exceptions=True)
-        assert not engine.trainer._queue._pieces
+        assert not engine.trainer._queue._running
 
     wait(cancelled())
     request = pass_for("cross_entropy", model_id)

@@ -29,7 +29,7 @@ def test_recomputing_does_not_change_results(kind: str, pair: Any, wait: Any):
 
 def test_auto_recomputes_only_long_rows(pair: Any, wait: Any, monkeypatch: pytest.MonkeyPatch):
     engine, model_id, oracle = pair(pass_tokens=32, recompute="auto")
-    monkeypatch.setattr(engine.trainer, "_cuts", False)  # as on a GPU; a CPU computes them in pieces
+    monkeypatch.setattr(engine.trainer._runner, "cuts", False)  # as on a GPU; a CPU computes them in pieces
     layer, seen = engine.trainer._base.body.layers[0], []
     forward = layer.layer.forward
     layer.layer.forward = lambda *args, **settings: (seen.append(args[0].shape[1]), forward(*args, **settings))[1]

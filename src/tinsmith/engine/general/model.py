@@ -70,6 +70,11 @@ class GeneralModel(BaseModel):
     def cuts_trees(self) -> bool:
         return False  # its rows are padded
 
+    @property
+    @override
+    def computes_in_threads(self) -> bool:
+        return False  # a pass adds a hook to the embedding
+
     @override
     def hidden(
         self,

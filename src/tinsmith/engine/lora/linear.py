@@ -16,6 +16,7 @@ GPUs with a kernel for it compute them as grouped products (`grouped_adapters`).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -51,8 +52,9 @@ _LENGTH_CLASSES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, MAX_BATCH_POSITIONS)
 """Adapters are batched with others of the same class of length, so that little is padded."""
 
 
-class ActiveAdapters:
-    """Which adapter serves which packed positions of the current pass; shared by all projections."""
+class ActiveAdapters(threading.local):
+    """Which adapter serves which packed positions of the pass that the current thread computes; shared by all
+    projections."""
 
     def __init__(self) -> None:
         self.groups: AdapterGroups = ()

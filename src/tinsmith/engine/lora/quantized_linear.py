@@ -8,6 +8,7 @@ multiplies with the blocks themselves where it has a kernel for that.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -38,16 +39,19 @@ class DecodedMemory:
         self.limit = limit
         """Bytes."""
         self.taken = 0
+        self._changing = threading.RLock()  # a matrix may be freed, and give back, while another takes
 
     def take(self, size: int) -> bool:
         """Whether there is room for so many bytes, which are taken then."""
-        has_room = self.taken + size <= self.limit
-        self.taken += size * has_room
+        with self._changing:
+            has_room = self.taken + size <= self.limit
+            self.taken += size * has_room
         return has_room
 
     def give_back(self, size: int) -> None:
         """Free bytes that were taken."""
-        self.taken -= size
+        with self._changing:
+            self.taken -= size
 
 
 def keep_decoded(products: Iterable[object], limit: int) -> None:

@@ -15,6 +15,7 @@ from tinsmith.engine.images.rows import ImageTokens
 from tinsmith.engine.images.tower import VisionTower, VisualInputs
 from tinsmith.engine.load_checks import LoadChecks
 from tinsmith.engine.model import attention, packing
+from tinsmith.engine.model.architectures import longrope
 from tinsmith.engine.model.architectures.uniform_kv import UniformKV
 from tinsmith.engine.model.hybrid.states import HybridContext, RecurrentShape, hybrid_context
 from tinsmith.engine.model.mixture.routing import Routing
@@ -67,6 +68,12 @@ class BaseModel:
         """Whether a packed tree can be computed in pieces, which pass on keys and values alone: not recurrent states,
         recorded experts, or what FlexAttention sees on a GPU."""
         return self.device.type == "cpu" and self.recurrent is None and self.routing.shape is None
+
+    @property
+    def computes_in_threads(self) -> bool:
+        """Whether several threads may compute passes at the same time: on a CPU, if no module keeps anything of a pass.
+        Rotary embeddings of some types keep factors for its length, and towers the features of its images."""
+        return self.device.type == "cpu" and self.vision is None and not longrope.keeps_factors(self.model)
 
     def hidden_of(
         self,

@@ -22,7 +22,7 @@ free."""
 IDLE_SECONDS = 60.0
 """The heap is trimmed this long after the last pass."""
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 MAX_HEAP_CHUNK, NEVER_TRIM = 1 << 25, (1 << 31) - 1
 """Allocations up to this size come from the heap, whose free end glibc never returns by itself. glibc accepts no larger
 values."""
@@ -56,6 +56,7 @@ class HeapTrimmer:
         if library is not None and self._malloc_trim is not None:
             library.mallopt(_M_MMAP_THRESHOLD, MAX_HEAP_CHUNK)
             library.mallopt(_M_TRIM_THRESHOLD, NEVER_TRIM)
+            library.mallopt(_M_ARENA_MAX, 1)  # what one thread frees, the next pass of another takes
 
     def after_work(self) -> None:
         """Trim if too much is free, else once the engine is idle. Must be called from an event loop."""

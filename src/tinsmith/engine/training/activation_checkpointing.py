@@ -6,6 +6,7 @@ forward here uses no random numbers and no autocast whose state would have to be
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,8 +19,8 @@ from typing_extensions import override
 from tinsmith.engine.model.base_model import BaseModel
 
 
-class CheckpointSwitch:
-    """Turns recomputation on and off. All layers of a base model share one switch."""
+class CheckpointSwitch(threading.local):
+    """Turns recomputation on and off in the current thread. All layers of a base model share one switch."""
 
     def __init__(self) -> None:
         self.on = False

@@ -22,13 +22,21 @@ _Read = TypeVar("_Read")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Passes of one model that succeed or fail together: a run for each of this rank's shares of their rows."""
+    """Passes of one model that succeed or fail together: runs of this rank's shares of their rows."""
 
     runs: Sequence[TrainingRun]
 
+    def error(self) -> Exception | None:
+        """The first error of a run."""
+        return next((error for run in self.runs if (error := run.error_of_rows()) is not None), None)
+
     def outcome(self) -> list[PassResult] | Exception:
-        """The results of a job whose only run has all rows, or its error."""
-        return self.runs[0].error_of_rows() or self.runs[0].results()
+        """The results of a job whose runs have all rows, or its error."""
+        if (error := self.error()) is not None:
+            return error
+        if len(self.runs) > 1:
+            self.runs[0].merge([run.scores() for run in self.runs])
+        return self.runs[0].results()
 
     def accept(self) -> None:
         """Add the gradients to the model."""

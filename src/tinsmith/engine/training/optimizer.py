@@ -125,12 +125,13 @@ class TrainableAdapter:
         fork._weights, fork._snapshot, fork._borrows_master = snapshot.weights, snapshot, True
         return fork
 
-    def gradient_buffer(self) -> GradientBuffer:
-        """A zero buffer for the gradient of a run: the model's own gradient if that is still zero.
+    def gradient_buffer(self, *, apart: bool = False) -> GradientBuffer:
+        """A zero buffer for the gradient of a run: the model's own gradient if that is still zero and no other run has
+        it (`apart`).
 
         For 64 small models, clearing new memory takes longer than computing their gradients.
         """
-        return self.new_buffer() if self.has_gradient else self._own_buffer
+        return self.new_buffer() if self.has_gradient or apart else self._own_buffer
 
     def accept(self, buffer: GradientBuffer | None) -> None:
         """Add the buffer of a run that succeeded to the gradient; None if other ranks have the run's gradient."""
@@ -267,7 +268,8 @@ class GradientShard:
     def weights(self) -> adapter.AdapterWeights:
         return self._adapter.weights()
 
-    def gradient_buffer(self) -> GradientBuffer:
+    def gradient_buffer(self, *, apart: bool = False) -> GradientBuffer:
+        del apart
         return self._adapter.new_buffer()
 
     def accept(self, buffer: GradientBuffer | None) -> None:

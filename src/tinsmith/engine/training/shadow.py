@@ -71,7 +71,8 @@ class _Slot:
     def weights(self) -> adapter.AdapterWeights:
         return self._weights
 
-    def gradient_buffer(self) -> GradientBuffer:
+    def gradient_buffer(self, *, apart: bool = False) -> GradientBuffer:
+        del apart
         return self._buffer
 
     def accept(self, buffer: GradientBuffer | None) -> None:

@@ -1,7 +1,7 @@
 """The trainer in plain PyTorch: LoRA adapters of many models on one base model, trained in packed micro-batches.
 
-A call of `run` makes a training run for each model; runs in progress share micro-batches (`micro_batches.queue`). For
-each micro-batch:
+A call of `run` makes a training run for each model, and on a CPU one for each thread that computes some of its rows;
+runs in progress share micro-batches (`micro_batches.queue`). For each micro-batch (`micro_batches.runner`):
 
     forward     packed tokens -> hidden states
     score       hidden states -> log-probability of every target, entropy of a position where a loss needs it
@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -34,14 +34,14 @@ from tinsmith.engine.exchange.reading import read_saved
 from tinsmith.engine.lora import linear, peft
 from tinsmith.engine.lora.adapter import AdapterLayout
 from tinsmith.engine.lora.lm_head import LMHead
-from tinsmith.engine.model import packing
-from tinsmith.engine.model.attention import PackedAttention
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.training.activation_checkpointing import CheckpointSwitch
 from tinsmith.engine.training.exchange import ALONE, Exchange, Job
-from tinsmith.engine.training.micro_batches.batch import MicroBatch, Part, ScoredPiece
 from tinsmith.engine.training.micro_batches.lockstep import LockstepQueue
+from tinsmith.engine.training.micro_batches.plan import thread_shares
 from tinsmith.engine.training.micro_batches.queue import MicroBatchQueue
+from tinsmith.engine.training.micro_batches.runner import MicroBatchRunner
+from tinsmith.engine.training.micro_batches.threads import ComputeThreads
 from tinsmith.engine.training.model_locks import ModelLocks
 from tinsmith.engine.training.optimizer import AdapterSnapshot, TrainableAdapter
 from tinsmith.engine.training.run_rows import RunRows
@@ -69,27 +69,29 @@ class TorchTrainer:
         recompute: Recompute,
         *,
         packs_requests: bool = True,
+        at_once: int = 1,
         exchange: Exchange | None = None,
     ) -> None:
-        """`packs_requests`: whether requests may share micro-batches, which changes how their sums round. `exchange`
-        connects this trainer to the other ranks of its group."""
+        """`packs_requests`: whether requests may share micro-batches, which changes how their sums round. `at_once`:
+        micro-batches that are computed at the same time. `exchange` connects this trainer to the other ranks of its
+        group."""
         self._exchange = exchange or ALONE
         self._packs_requests = packs_requests
-        self._base, self._head, self._active = base, head, active
-        self._scheduler, self._pass_tokens = scheduler, pass_tokens
-        self._cuts = base.cuts_trees and not self._exchange.lockstep
-        self._switch, self._recompute = switch, recompute
+        self._base, self._scheduler = base, scheduler
         self._models: dict[str, TrainableAdapter] = {}
         self._saved: dict[Exchange, OrderedDict[Path, TrainableAdapter]] = {}
         """Saved adapters that were forked last, by their folders, which never change."""
         self._locks = ModelLocks()
         self._device_lock = asyncio.Lock()
         self._losses = LossProcess(torch.get_num_threads())
+        cuts = base.cuts_trees and not self._exchange.lockstep
+        threads = ComputeThreads(at_once)
+        self._runner = MicroBatchRunner(base, head, active, switch, recompute, pass_tokens, threads, cuts=cuts)
         self._queue: MicroBatchQueue | LockstepQueue
         if self._exchange.lockstep:
-            self._queue = LockstepQueue(pass_tokens, self._turn, self._compute, self._exchange)
+            self._queue = LockstepQueue(self._runner, self._turn, self._exchange)
         else:
-            self._queue = MicroBatchQueue(pass_tokens, self._turn, self._compute, cuts=self._cuts)
+            self._queue = MicroBatchQueue(self._runner, self._turn)
 
     async def create(self, model_id: str, lora: LoraSpec) -> None:
         layout = linear.layout_for(self._base, lora)
@@ -227,14 +229,19 @@ class TorchTrainer:
         return outcomes
 
     def _job(self, model: TrainableAdapter, passes: Sequence[Pass], shares: Sequence[RunRows], *, alone: bool) -> Job:
-        """Runs of a model's passes, one for each share of their rows."""
-        alone = alone or len(shares) > 1  # shards' sums may not depend on each other
-        return Job(
-            [
-                TrainingRun(passes, model.shard(index), self._losses, object() if alone else None, share)
-                for index, share in enumerate(shares)
-            ]
-        )
+        """Runs of a model's passes: for each share of their rows, one for each thread that computes some of it."""
+        runs = []
+        for index, share in enumerate(shares):
+            parts = thread_shares(share, self._runner.at_once, self._runner.tokens)
+            # Shards' sums may not depend on each other, and no micro-batch may have rows of two threads.
+            apart = alone or len(shares) > 1 or len(parts) > 1
+            for number, part in enumerate(parts):
+                group = object() if apart else None
+                run = TrainingRun(
+                    passes, model.shard(index), self._losses, group, part.rows, part.budgets, apart=number > 0
+                )
+                runs.append(run)
+        return Job(runs)
 
     async def _shadow(self, request: Pass) -> PassResult | TinsmithError:
         """Run a shadow pass, on one rank only. The model is free once the pass has its weights."""
@@ -267,59 +274,6 @@ class TorchTrainer:
         """Training's turn on the device."""
         async with self._device_lock, self._scheduler.turn("training"):
             yield
-
-    def _compute(self, parts: Sequence[Part], with_grad: bool) -> Iterator[None]:
-        """Compute a micro-batch; yields between its pieces."""
-        if not parts:
-            with torch.set_grad_enabled(with_grad):
-                self._compute_nothing(with_grad)
-            return
-        batch = MicroBatch(parts, with_grad=with_grad)
-        cuts = self._cuts and with_grad and len(parts) == 1
-        for number, piece in enumerate(batch.pieces(self._pass_tokens if cuts else None)):
-            if number:
-                yield
-            if not batch.is_over:
-                with torch.set_grad_enabled(piece.grad_mask is not None):
-                    self._compute_piece(batch, piece)
-
-    def _compute_piece(self, batch: MicroBatch, piece: ScoredPiece) -> None:
-        """Forward, score, losses and, where gradients are enabled, backward of a piece."""
-        recomputes = self._recomputes(len(piece.own))
-        with self._switch.set(recomputes), self._active.using(piece.adapters), self._routing(batch):
-            context = None
-            if piece.kv is not None:
-                context = PackedAttention(piece.tree, self._base.dtype, self._base.device, before=piece.kv)
-            hidden = self._base.hidden_of(piece.tree, context=context)
-            if batch.compares_experts:
-                batch.compare_experts(self._base.routing.record())
-            scores = self._head.score(
-                hidden.detach(), piece.adapters, piece.targets, piece.grad_mask, entropies=batch.needs_entropy
-            )
-            grads = batch.losses(piece, scores)
-            if piece.grad_mask is not None:
-                hidden.backward(self._head.backward(hidden.detach(), scores, grads))
-
-    def _compute_nothing(self, with_grad: bool) -> None:
-        """Forward and backward of a token under no adapter, for other ranks' sake."""
-        row = packing.PackedRow(key=0, adapter=0, tokens=np.zeros(1, np.int32))
-        hidden = self._base.hidden_of(packing.pack([row]))
-        if with_grad:
-            hidden.backward(torch.zeros_like(hidden))
-
-    def _routing(self, batch: MicroBatch) -> AbstractContextManager[None]:
-        """Replay the experts that a micro-batch has on record, and record the routers' own choices beside them."""
-        routing = self._base.routing
-        if routing.shape is None or not batch.compares_experts:
-            return nullcontext()
-        recorded = batch.recorded_experts(routing.shape)
-        replayed = None if recorded is None else routing.replay_of(recorded, self._base.device)
-        return routing.using(replayed, record=True)
-
-    def _recomputes(self, tokens: int) -> bool:
-        """Whether layers recompute their activations in the backward of a micro-batch of this many tokens."""
-        too_long = tokens > packing.LONG_ROW * self._pass_tokens
-        return self._recompute == "always" or (self._recompute == "auto" and too_long)
 
 
 @contextmanager

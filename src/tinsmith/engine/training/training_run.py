@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -27,8 +27,8 @@ class RunModel(Protocol):
         """The weights that passes read."""
         ...
 
-    def gradient_buffer(self) -> GradientBuffer:
-        """A zero buffer for the gradient of a run."""
+    def gradient_buffer(self, *, apart: bool = False) -> GradientBuffer:
+        """A zero buffer for the gradient of a run; with `apart`, another run of the model has one at the same time."""
         ...
 
     def accept(self, buffer: GradientBuffer | None) -> None:
@@ -53,8 +53,12 @@ class TrainingRun:
         losses: LossProcess | None = None,
         packing_group: object = None,
         share: RunRows | None = None,
+        budgets: Mapping[bool, int] | None = None,
+        apart: bool = False,
     ) -> None:
-        """`losses` evaluates uploaded losses; `share` is the part of the rows to compute, by default all."""
+        """`losses` evaluates uploaded losses; `share` is the part of the rows to compute, by default all. `budgets` are
+        packed tokens of a micro-batch of rows with a gradient and of those without. `apart`: whether another run of the
+        model's rows is in progress at the same time."""
         self.share = passes[0].share if passes else ""
         self.packing_group = packing_group
         """Only runs of the same group share micro-batches."""
@@ -65,7 +69,8 @@ class TrainingRun:
         self._rows = {with_grad: deque(rows) for with_grad, rows in self._share.rows.items()}
         self._passes = [PassState(request, losses) for request in passes]
         self._model = model
-        self._buffer = model.gradient_buffer() if self._rows[True] else None
+        self._budgets = budgets or {}
+        self._buffer = model.gradient_buffer(apart=apart) if self._rows[True] else None
         self._is_checked = False
         """Whether the gradient is known to be finite or the run has failed."""
 
@@ -78,6 +83,11 @@ class TrainingRun:
     def next_has_grad(self) -> bool:
         """Whether the next rows have a gradient: these come first."""
         return bool(self._rows[True])
+
+    @property
+    def budget(self) -> int | None:
+        """Packed tokens of the next micro-batch; None for as many as others have."""
+        return self._budgets.get(self.next_has_grad)
 
     @property
     def next_rows(self) -> deque[packing.PackedRow]:

@@ -30,8 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tinsmith.engine.base import PassResult
 from tinsmith.engine.cluster.config import RankConfig
-from tinsmith.engine.cluster.trainers import shares
 from tinsmith.engine.processes.machine import versions
+from tinsmith.engine.training import shares
 from tinsmith.engine.training.exchange import Job
 from tinsmith.engine.training.optimizer import TrainableAdapter
 from tinsmith.engine.training.run_rows import RunRows
@@ -208,8 +208,8 @@ class Ranks:
     async def settle(self, jobs: Sequence[Job]) -> list[list[PassResult] | Exception]:
         computed = []
         for job in jobs:
-            errors = [error for run in job.runs if (error := run.error_of_rows()) is not None]
-            computed.append((_portable(errors[0]), []) if errors else (None, [run.scores() for run in job.runs]))
+            error = job.error()
+            computed.append((_portable(error), []) if error else (None, [run.scores() for run in job.runs]))
         gathered = await self._collectives.call(self._collectives.gather, computed)
         if len({len(of_rank) for of_rank in gathered}) > 1:
             end_process("the ranks have different passes")

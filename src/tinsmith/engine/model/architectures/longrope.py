@@ -15,6 +15,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tinsmith.errors import Unsupported
 
+CHANGING = {"dynamic", "longrope"}
+"""Rope types whose modules change their factors with the length of a pass."""
+
 
 class LongRope(nn.Module):
     """A rotary embedding of transformers that gives each token the factors of its row."""
@@ -65,6 +68,11 @@ def install(source: str, model: PreTrainedModel, original_context: int) -> None:
         )
     for path, module in rotaries:
         model.set_submodule(path, LongRope(module, original_context))
+
+
+def keeps_factors(model: nn.Module) -> bool:
+    """Whether a rotary embedding of the model changes its factors with the length of a pass."""
+    return any(_rope_types(module) & CHANGING for module in model.modules())
 
 
 def _rope_types(module: nn.Module) -> set[str]:

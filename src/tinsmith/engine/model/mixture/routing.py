@@ -17,6 +17,7 @@ record and the scores there; `install` checks that it does.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,33 +36,40 @@ PROBES = 6
 """Hidden states on which each router is checked at load."""
 
 
+class _PassRouting(threading.local):
+    """What routers do in the pass that the current thread computes."""
+
+    def __init__(self) -> None:
+        self.replayed: Tensor | None = None
+        """int64 [T, layers, k]: the experts to take; -1 where a router chooses."""
+        self.chosen: dict[int, Tensor] | None = None
+        """int64 [T, k] by layer: the routers' own choices, while they are recorded."""
+
+
 class Routing:
     """What the routers of a base model do in the current pass; shared by all of them."""
 
     def __init__(self) -> None:
         self.shape: RouterShape | None = None
         """None without routers whose choice can be recorded and replayed."""
-        self.replayed: Tensor | None = None
-        """int64 [T, layers, k]: the experts to take; -1 where a router chooses."""
-        self.chosen: dict[int, Tensor] | None = None
-        """int64 [T, k] by layer: the routers' own choices, while they are recorded."""
+        self.now = _PassRouting()
 
     @contextmanager
     def using(self, replayed: Tensor | None = None, *, record: bool = False) -> Iterator[None]:
         """Replay and record within the context, for forward and backward."""
-        self.replayed = replayed
-        self.chosen = {} if record and self.shape is not None else None
+        self.now.replayed = replayed
+        self.now.chosen = {} if record and self.shape is not None else None
         try:
             yield
         finally:
-            self.replayed = self.chosen = None
+            self.now.replayed = self.now.chosen = None
 
     def record(self) -> np.ndarray:
         """The routers' own choices in the pass: unsigned [T, layers, k]. Only while they are recorded."""
         assert self.shape is not None
-        assert self.chosen is not None
+        assert self.now.chosen is not None
         return (
-            torch.stack([self.chosen[layer] for layer in range(self.shape.layers)], 1)
+            torch.stack([self.now.chosen[layer] for layer in range(self.shape.layers)], 1)
             .cpu()
             .numpy()
             .astype(self.shape.dtype)
@@ -88,7 +96,7 @@ class Router(nn.Module):
     def forward(self, hidden: Tensor, *biases: Tensor) -> Any:
         """hidden [T, D] or [1, T, D], some types also the biases of the choice [E] -> (logits [T, E], weights [T, k],
         experts [T, k])."""
-        hidden, routing = hidden.to(_at_least_float32(hidden.dtype)), self.routing
+        hidden, routing = hidden.to(_at_least_float32(hidden.dtype)), self.routing.now
         if routing.replayed is None:
             result = self.base(hidden, *biases)
             self._record(result[2])
@@ -106,8 +114,8 @@ class Router(nn.Module):
             parameter.data = parameter.data.to(dtype)
 
     def _record(self, chosen: Tensor) -> None:
-        if self.routing.chosen is not None:
-            self.routing.chosen[self.layer] = chosen
+        if self.routing.now.chosen is not None:
+            self.routing.now.chosen[self.layer] = chosen
 
 
 class _FixedChoice(TorchFunctionMode):

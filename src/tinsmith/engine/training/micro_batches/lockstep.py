@@ -7,27 +7,24 @@ first one is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from tinsmith.engine.base import PassResult
 from tinsmith.engine.model import packing
 from tinsmith.engine.training.exchange import Exchange
 from tinsmith.engine.training.micro_batches.batch import Part
+from tinsmith.engine.training.micro_batches.runner import MicroBatchRunner
 from tinsmith.engine.training.training_run import TrainingRun
 
 
 class LockstepQueue:
-    """Computes runs as `MicroBatchQueue` does. `compute` without parts must compute an empty micro-batch."""
+    """Computes runs as `MicroBatchQueue` does."""
 
     def __init__(
-        self,
-        budget: int,
-        turn: Callable[[], AbstractAsyncContextManager[None]],
-        compute: Callable[[Sequence[Part], bool], Iterator[None]],
-        exchange: Exchange,
+        self, runner: MicroBatchRunner, turn: Callable[[], AbstractAsyncContextManager[None]], exchange: Exchange
     ) -> None:
-        self._budget, self._turn, self._compute, self._exchange = budget, turn, compute, exchange
+        self._runner, self._turn, self._exchange = runner, turn, exchange
 
     async def run(self, runs: Sequence[TrainingRun]) -> list[list[PassResult]]:
         """Compute all rows of some runs and finish them."""
@@ -42,8 +39,18 @@ class LockstepQueue:
             for index in range(count):
                 async with self._turn():
                     with self._exchange.ending():
-                        for _ in self._compute(plan[index] if index < len(plan) else (), with_grad):
-                            pass
+                        self._compute(plan[index] if index < len(plan) else (), with_grad)
+
+    def _compute(self, parts: Sequence[Part], with_grad: bool) -> None:
+        """Compute a micro-batch, an empty one without parts. Raises its error."""
+        if not parts:
+            self._runner.compute_nothing(with_grad)
+            return
+        running = self._runner.start(parts, with_grad)
+        while not running.is_done:
+            self._runner.advance([running])
+        if running.error is not None:
+            raise running.error
 
     def _plan(self, runs: Sequence[TrainingRun], with_grad: bool) -> list[list[Part]]:
         """The parts of each micro-batch."""
@@ -53,7 +60,7 @@ class LockstepQueue:
             group, used, parts = left[0][0].packing_group, 0, list[Part]()
             for run, rows in left:
                 if run.packing_group is group:
-                    taken, used = packing.take_rows(rows, self._budget, used)
+                    taken, used = packing.take_rows(rows, self._runner.tokens, used)
                     if taken:
                         parts.append((run, taken))
             plan.append(parts)

@@ -4,17 +4,20 @@ Before each micro-batch, the share that was served least leads; the others fill 
 opaque name (the service gives the tenant's), and is served by packed tokens: start-time fair queueing. So a small run
 waits for at most one micro-batch of each other share, however many tokens these have waiting. Runs of one share take
 turns. A micro-batch that is computed in pieces is of one run, and others may come between its pieces.
+
+Where the runner computes several micro-batches at the same time, the next is of the runs that are in none yet.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from tinsmith.engine.base import PassResult
 from tinsmith.engine.model import packing
 from tinsmith.engine.training.micro_batches.batch import Part
+from tinsmith.engine.training.micro_batches.runner import MicroBatchRunner, RunningMicroBatch
 from tinsmith.engine.training.training_run import TrainingRun
 
 PRUNED_SHARES = 1024
@@ -56,24 +59,15 @@ class FairClock:
 
 
 class MicroBatchQueue:
-    """Runs in progress. `compute` computes a micro-batch, with or without gradients, and yields between its pieces, of
-    which each has a `turn` on the device."""
+    """Runs in progress. The runner computes pieces of their micro-batches, of which each has a `turn` on the device."""
 
-    def __init__(
-        self,
-        budget: int,
-        turn: Callable[[], AbstractAsyncContextManager[None]],
-        compute: Callable[[Sequence[Part], bool], Iterator[None]],
-        *,
-        cuts: bool = False,
-    ) -> None:
-        """`cuts`: whether `compute` cuts a run's micro-batch of more than `budget` tokens into pieces."""
-        self._budget, self._turn, self._compute, self._cuts = budget, turn, compute, cuts
-        self._clock = FairClock(credit=budget)
+    def __init__(self, runner: MicroBatchRunner, turn: Callable[[], AbstractAsyncContextManager[None]]) -> None:
+        self._runner, self._turn = runner, turn
+        self._clock = FairClock(credit=runner.tokens)
         self._runs: list[TrainingRun] = []
         """Those with rows to compute; the one that was served last is last."""
-        self._pieces: dict[TrainingRun, Iterator[None]] = {}
-        """What is left of a run's micro-batch."""
+        self._running: dict[TrainingRun, RunningMicroBatch] = {}
+        """A run's micro-batch that is computed in pieces."""
         self._ended: dict[TrainingRun, asyncio.Future[None]] = {}
         self._loop: asyncio.Task[None] | None = None
 
@@ -111,7 +105,7 @@ class MicroBatchQueue:
     def _end(self, run: TrainingRun) -> None:
         if run in self._ended:
             self._runs.remove(run)
-            self._pieces.pop(run, None)
+            self._running.pop(run, None)
             ended = self._ended.pop(run)
             if not ended.done():
                 ended.set_result(None)
@@ -129,42 +123,46 @@ class MicroBatchQueue:
                 ended.cancel()
 
     def _compute_next(self) -> None:
-        order = sorted(self._runs, key=lambda run: self._clock.served(run.share))
-        lead = order[0]
-        self._clock.lead(lead.share)
-        if lead in self._pieces:
-            pieces, runs = self._pieces[lead], [lead]
-        else:
-            parts, with_grad = self._next_micro_batch(order)
-            pieces, runs = self._compute(parts, with_grad), [run for run, _ in parts]
-        for run in runs:
+        """Compute a piece of each of the next micro-batches."""
+        running = self._next()
+        for run in (run for each in running for run in each.runs):
             self._runs.remove(run)
             self._runs.append(run)
-        try:
-            is_done = next(pieces, self) is self
-        except Exception as error:  # noqa: BLE001 - any error is that of the runs
-            is_done = True
-            for run in runs:
-                run.error = error.with_traceback(None)  # which would keep the activations
-        if not is_done:
-            self._pieces[lead] = pieces
-            return
-        for run in runs:
-            self._pieces.pop(run, None)
-            if run.is_over:
-                self._end(run)
+        self._runner.advance(running)
+        for each in running:
+            if not each.is_done:
+                self._running[each.runs[0]] = each
+                continue
+            for run in each.runs:
+                self._running.pop(run, None)
+                if each.error is not None:
+                    run.error = each.error.with_traceback(None)  # which would keep the activations
+                if run.is_over:
+                    self._end(run)
+
+    def _next(self) -> list[RunningMicroBatch]:
+        """The micro-batches to compute at the same time. The run that was served least leads the first."""
+        order = sorted(self._runs, key=lambda run: self._clock.served(run.share))
+        running: list[RunningMicroBatch] = []
+        while order and len(running) < self._runner.at_once:
+            lead = order[0]
+            self._clock.lead(lead.share)
+            running.append(self._running.get(lead) or self._runner.start(*self._next_micro_batch(order)))
+            order = [run for run in order if run not in running[-1].runs]
+        return running
 
     def _next_micro_batch(self, order: Sequence[TrainingRun]) -> tuple[list[Part], bool]:
         """Rows of the run that leads and of those that fill what is left; and whether they have a gradient."""
         lead, with_grad = order[0], order[0].next_has_grad
+        budget, whole_trees = lead.budget or self._runner.tokens, self._runner.cuts and with_grad
         parts: list[Part] = []
         used = 0
         for run in order:
             is_other = run.packing_group is not lead.packing_group or run.next_has_grad is not with_grad
-            if is_other or run in self._pieces:
+            if is_other or run in self._running:
                 continue
             before = used
-            rows, used = packing.take_rows(run.next_rows, self._budget, used, whole_trees=self._cuts and with_grad)
+            rows, used = packing.take_rows(run.next_rows, budget, used, whole_trees=whole_trees)
             if rows:
                 parts.append((run, rows))
                 self._clock.charge(run.share, used - before)

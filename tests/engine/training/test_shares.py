@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinsmith.engine.cluster.trainers.shares import RowCosts, balanced, first_shard, halved, tree_order
 from tinsmith.engine.model import packing
+from tinsmith.engine.training.shares import RowCosts, balanced, first_shard, halved, tree_order
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=9)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ class Rows:
 
     def __init__(self, share: str, lengths: Sequence[int], packing_group: object = None, with_grad: bool = True):
         self.share, self.packing_group, self.next_has_grad = share, packing_group, with_grad
+        self.budget = None
         self.error: Exception | None = None
         self.next_rows = deque(
             PackedRow(key=key, adapter=0, tokens=np.full(length, key, np.int32)) for key, length in enumerate(lengths)
@@ -48,14 +50,18 @@ class Rows:
 
 
 class Device:
-    """Records micro-batches: the tokens of each run in each."""
+    """Stands for a runner; records micro-batches: the tokens of each run in each."""
 
-    def __init__(self, fails: Any = lambda runs: None) -> None:
+    tokens, cuts = BUDGET, False
+
+    def __init__(self, fails: Any = lambda runs: None, at_once: int = 1) -> None:
         from tinsmith.engine.training.micro_batches.queue import MicroBatchQueue
 
         self.batches: list[Counter[Any]] = []
-        self._fails = fails
-        self.queue = MicroBatchQueue(BUDGET, self._turn, self._compute)
+        self.turns: list[list[SimpleNamespace]] = []
+        """Micro-batches that were computed at the same time."""
+        self._fails, self.at_once = fails, at_once
+        self.queue = MicroBatchQueue(self, self._turn)  # type: ignore[arg-type]
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -63,13 +69,22 @@ class Device:
             await asyncio.sleep(0)
         yield
 
-    def _compute(self, parts: Sequence[Any], with_grad: bool) -> Iterator[None]:
+    def start(self, parts: Sequence[Any], with_grad: bool) -> SimpleNamespace:
         assert all(run.packing_group is parts[0][0].packing_group for run, _ in parts)
         self.batches.append(Counter({run: sum(len(row.tokens) for row in rows) for run, rows in parts}))
-        self._fails([run for run, _ in parts])
-        yield from ()
+        return SimpleNamespace(runs=[run for run, _ in parts], is_done=False, error=None)
 
-    def tokens(self, share: str) -> list[int]:
+    def advance(self, running: Sequence[SimpleNamespace]) -> None:
+        assert len(running) <= self.at_once
+        self.turns.append(list(running))
+        for each in running:
+            try:
+                self._fails(each.runs)
+            except Exception as error:  # noqa: BLE001 - any error is kept
+                each.error = error
+            each.is_done = True
+
+    def tokens_of(self, share: str) -> list[int]:
         """Tokens of a share in each micro-batch."""
         return [sum(tokens for run, tokens in batch.items() if run.share == share) for batch in self.batches]
 
@@ -116,7 +131,7 @@ def test_shares_get_equal_tokens_whatever_their_runs() -> None:
         tenants += [one_after_the_other("c", [400], 9), *(one_after_the_other("d", [10] * 20, 9) for _ in range(3))]
         done, _ = await asyncio.wait([asyncio.create_task(work) for work in tenants], return_when="FIRST_COMPLETED")
         assert done
-        served = [sum(device.tokens(share)) for share in "abcd"]
+        served = [sum(device.tokens_of(share)) for share in "abcd"]
         assert max(served) - min(served) <= 2 * 400, served
 
     asyncio.run(main())
@@ -132,12 +147,13 @@ def test_shares_get_equal_tokens_whatever_their_runs() -> None:
             st.integers(0, 5),
         ),
         max_size=12,
-    )
+    ),
+    st.integers(1, 3),
 )
 @settings(deadline=None, max_examples=100)
-def test_every_row_is_computed_once_within_the_budget(coming: Any) -> None:
+def test_every_row_is_computed_once_within_the_budget(coming: Any, at_once: int) -> None:
     async def main() -> None:
-        device, tasks, runs = Device(), [], []
+        device, tasks, runs = Device(at_once=at_once), [], []
         for share, lengths, group, with_grad, pause in coming:
             runs.append(Rows(share, lengths, group, with_grad))
             tasks.append(asyncio.create_task(device.queue.run([runs[-1]])))  # type: ignore[list-item]
@@ -149,6 +165,20 @@ def test_every_row_is_computed_once_within_the_budget(coming: Any) -> None:
         for batch in device.batches:
             assert batch.total() <= BUDGET or len(batch) == 1
             assert len({run.next_has_grad for run in batch}) == 1
+        for turn in device.turns:
+            together = [run for each in turn for run in each.runs]
+            assert len(together) == len(set(together)), "a run is in one micro-batch at a time"
+
+    asyncio.run(main())
+
+
+def test_runs_that_do_not_fit_are_computed_at_the_same_time() -> None:
+    """Break it: do not leave the runs of the first micro-batch out of the second."""
+
+    async def main() -> None:
+        device = Device(at_once=2)
+        await asyncio.gather(*(device.queue.run([Rows("a", [60, 60])]) for _ in range(4)))  # type: ignore[list-item]
+        assert [len(turn) for turn in device.turns] == [2, 2, 2, 2]
 
     asyncio.run(main())
 
@@ -183,13 +213,13 @@ def busy_and_single(pair: Any, **settings: Any) -> tuple[Any, Any, Any, Any]:
 def test_passes_in_company_match_oracle(pair: Any, wait: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, large, small, oracles = busy_and_single(pair)
     ended, turns = [], []
-    compute = engine.trainer._queue._compute
+    start = engine.trainer._runner.start
 
-    def counted(parts: Any, grad: bool) -> Iterator[None]:
+    def counted(parts: Any, with_grad: bool) -> Any:
         turns.append(len(parts))
-        return compute(parts, grad)
+        return start(parts, with_grad)
 
-    monkeypatch.setattr(engine.trainer._queue, "_compute", counted)
+    monkeypatch.setattr(engine.trainer._runner, "start", counted)
 
     async def run(request: Any) -> Any:
         [result] = await engine.run([request])

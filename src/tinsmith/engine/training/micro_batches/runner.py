@@ -1,0 +1,184 @@
+"""Computes micro-batches on the base model: forward, score, losses and backward of their pieces.
+
+On a CPU several are computed at the same time, in threads: forward and backward of the body each on its share of the
+cores. Between them, scores and losses of one after the other come on all cores: these are few large operators, and the
+precision that the head's product takes is PyTorch's for the whole process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinsmith.engine.lora import linear
+from tinsmith.engine.lora.lm_head import LMHead
+from tinsmith.engine.model import packing
+from tinsmith.engine.model.attention import PackedAttention
+from tinsmith.engine.model.base_model import BaseModel
+from tinsmith.engine.training.activation_checkpointing import CheckpointSwitch
+from tinsmith.engine.training.micro_batches.batch import MicroBatch, Part, ScoredPiece
+from tinsmith.engine.training.micro_batches.threads import ComputeThreads
+from tinsmith.engine.training.training_run import TrainingRun
+from tinsmith.engine_options import Recompute
+
+
+class RunningMicroBatch:
+    """A micro-batch and what is left to compute of it."""
+
+    def __init__(self, parts: Sequence[Part], with_grad: bool, piece_tokens: int | None) -> None:
+        """It is computed in pieces of up to `piece_tokens` positions; None: at once."""
+        self.runs: list[TrainingRun] = [run for run, _ in parts]
+        self.error: Exception | None = None
+        """Why it failed."""
+        self.is_done = False
+        self._parts, self._with_grad, self._piece_tokens = parts, with_grad, piece_tokens
+        self._begun: tuple[MicroBatch, Iterator[ScoredPiece], ScoredPiece] | None = None
+        self.hidden: Tensor | None = None
+        """float [P, D]: hidden states of the current piece, with their graph."""
+        self.hidden_grad: Tensor | None = None
+        """d loss / d hidden."""
+
+    @property
+    def batch(self) -> MicroBatch:
+        """The packed rows."""
+        return self._now[0]
+
+    @property
+    def piece(self) -> ScoredPiece:
+        """The piece to compute next."""
+        return self._now[2]
+
+    @property
+    def _now(self) -> tuple[MicroBatch, Iterator[ScoredPiece], ScoredPiece]:
+        assert self._begun is not None
+        return self._begun
+
+    def begin(self) -> None:
+        """Pack the rows, before the first piece."""
+        if self._begun is None:
+            batch = MicroBatch(self._parts, with_grad=self._with_grad)
+            pieces = batch.pieces(self._piece_tokens)
+            self._begun = (batch, pieces, next(pieces))
+
+    def end_piece(self) -> None:
+        """Go on to the next piece; there is none if every run has failed."""
+        batch, pieces, _ = self._now
+        self.hidden = self.hidden_grad = None
+        piece = None if batch.is_over else next(pieces, None)
+        self.is_done = piece is None
+        if piece is not None:
+            self._begun = (batch, pieces, piece)
+
+    def attempt(self, step: Callable[[], None]) -> None:
+        """Take a step unless one before has failed; its error is kept."""
+        if self.error is not None:
+            return
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - any error is that of the runs
+            self.error, self.is_done = error, True
+            self.hidden = self.hidden_grad = None
+
+
+class MicroBatchRunner:
+    """Computes micro-batches of up to `tokens` packed tokens, `threads.at_once` of them at the same time."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        head: LMHead,
+        active: linear.ActiveAdapters,
+        switch: CheckpointSwitch,
+        recompute: Recompute,
+        tokens: int,
+        threads: ComputeThreads,
+        *,
+        cuts: bool,
+    ) -> None:
+        """`cuts`: whether a run's larger micro-batches are computed in pieces."""
+        self.tokens, self.cuts = tokens, cuts
+        self._base, self._head, self._active = base, head, active
+        self._switch, self._recompute, self._threads = switch, recompute, threads
+
+    @property
+    def at_once(self) -> int:
+        """Micro-batches that are computed at the same time."""
+        return self._threads.at_once
+
+    def start(self, parts: Sequence[Part], with_grad: bool) -> RunningMicroBatch:
+        """A micro-batch of rows of runs, with or without a gradient."""
+        cuts = self.cuts and with_grad and len(parts) == 1
+        return RunningMicroBatch(parts, with_grad, parts[0][0].budget or self.tokens if cuts else None)
+
+    def advance(self, running: Sequence[RunningMicroBatch]) -> None:
+        """Compute the next piece of each of up to `at_once` micro-batches."""
+        for each in running:
+            each.attempt(each.begin)
+        self._threads.run([partial(each.attempt, partial(self._forward, each)) for each in running])
+        for each in running:
+            each.attempt(partial(self._score, each))
+        self._threads.run([partial(each.attempt, partial(self._backward, each)) for each in running])
+        for each in running:
+            each.attempt(each.end_piece)
+
+    def compute_nothing(self, with_grad: bool) -> None:
+        """Forward and backward of a token under no adapter, for other ranks' sake."""
+        row = packing.PackedRow(key=0, adapter=0, tokens=np.zeros(1, np.int32))
+        with torch.set_grad_enabled(with_grad):
+            hidden = self._base.hidden_of(packing.pack([row]))
+            if with_grad:
+                hidden.backward(torch.zeros_like(hidden))
+
+    def _forward(self, running: RunningMicroBatch) -> None:
+        batch, piece = running.batch, running.piece
+        with self._computing(running), torch.set_grad_enabled(piece.grad_mask is not None):
+            context = None
+            if piece.kv is not None:
+                context = PackedAttention(piece.tree, self._base.dtype, self._base.device, before=piece.kv)
+            running.hidden = self._base.hidden_of(piece.tree, context=context)
+            if batch.compares_experts:
+                batch.compare_experts(self._base.routing.record())
+
+    def _score(self, running: RunningMicroBatch) -> None:
+        """Scores and losses of a piece, and the gradient of its hidden states."""
+        batch, piece = running.batch, running.piece
+        assert running.hidden is not None
+        hidden = running.hidden.detach()
+        scores = self._head.score(hidden, piece.adapters, piece.targets, piece.grad_mask, entropies=batch.needs_entropy)
+        grads = batch.losses(piece, scores)
+        if piece.grad_mask is not None:
+            running.hidden_grad = self._head.backward(hidden, scores, grads)
+
+    def _backward(self, running: RunningMicroBatch) -> None:
+        if running.hidden is not None and running.hidden_grad is not None:
+            with self._computing(running):
+                running.hidden.backward(running.hidden_grad)
+
+    @contextmanager
+    def _computing(self, running: RunningMicroBatch) -> Iterator[None]:
+        """Context of the forward or the backward of a piece in the current thread."""
+        piece = running.piece
+        with ExitStack() as stack:
+            stack.enter_context(self._switch.set(self._recomputes(len(piece.own))))
+            stack.enter_context(self._active.using(piece.adapters))
+            stack.enter_context(self._routing(running.batch))
+            yield
+
+    def _routing(self, batch: MicroBatch) -> AbstractContextManager[None]:
+        """Replay the experts that a micro-batch has on record, and record the routers' own choices beside them."""
+        routing = self._base.routing
+        if routing.shape is None or not batch.compares_experts:
+            return nullcontext()
+        recorded = batch.recorded_experts(routing.shape)
+        replayed = None if recorded is None else routing.replay_of(recorded, self._base.device)
+        return routing.using(replayed, record=True)
+
+    def _recomputes(self, tokens: int) -> bool:
+        """Whether layers recompute their activations in the backward of a micro-batch of this many tokens."""
+        too_long = tokens > packing.LONG_ROW * self.tokens
+        return self._recompute == "always" or (self._recompute == "auto" and too_long)
