@@ -114,7 +114,7 @@ def grouped(monkeypatch: pytest.MonkeyPatch) -> tuple[ActiveAdapters, Any]:
 
 
 def stacks_of(active: ActiveAdapters) -> list[int]:
-    return [matrix.data_ptr() for each in active._stacks for matrix in each.matrices.values()]
+    return [matrix.data_ptr() for each in active._served.now.stacks for matrix in each.matrices.values()]
 
 
 def test_same_adapters_use_their_stacks_again(grouped: Any):
@@ -151,7 +151,7 @@ def test_stacks_beyond_their_memory_are_made_again(grouped: Any, monkeypatch: py
     monkeypatch.setattr(grouped_adapters, "STACK_BYTES", 1000)
     for left, right in zip(results(placed, module, active, count, torch.bfloat16), expected, strict=True):
         torch.testing.assert_close(left, right, rtol=0, atol=0)
-    assert sum(each.bytes for each in active._stacks) <= 1000
+    assert sum(each.bytes for each in active._served.now.stacks) <= 1000
 
 
 def test_odd_widths_and_cpus_have_no_groups(monkeypatch: pytest.MonkeyPatch):

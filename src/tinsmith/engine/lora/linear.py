@@ -16,10 +16,9 @@ GPUs with a kernel for it compute them as grouped products (`grouped_adapters`).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -41,6 +40,7 @@ from tinsmith.engine.lora.quantized_linear import DecodedLinear, QuantizedLinear
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.support import is_expert_stack
 from tinsmith.engine.model_parts import HEAD
+from tinsmith.processes.thread_state import ThreadState
 
 MIN_BATCH_ADAPTERS = 4
 """Fewer adapters of one shape are computed one by one."""
@@ -52,15 +52,32 @@ _LENGTH_CLASSES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, MAX_BATCH_POSITIONS)
 """Adapters are batched with others of the same class of length, so that little is padded."""
 
 
-class ActiveAdapters(threading.local):
+@dataclass(slots=True)
+class _Served:
+    """The adapters of the pass that a thread computes."""
+
+    groups: AdapterGroups = ()
+    placed: tuple[PlacedAdapter, ...] = ()
+    stacks: list[Stacks] = field(default_factory=list)
+    """Of the groups of the last pass."""
+
+
+class ActiveAdapters:
     """Which adapter serves which packed positions of the pass that the current thread computes; shared by all
     projections."""
 
     def __init__(self) -> None:
-        self.groups: AdapterGroups = ()
-        self.placed: tuple[PlacedAdapter, ...] = ()
-        self._stacks: list[Stacks] = []
-        """Of the groups of the last pass."""
+        self._served = ThreadState(_Served)
+
+    @property
+    def groups(self) -> AdapterGroups:
+        """The adapters, those that are computed together in a group."""
+        return self._served.now.groups
+
+    @property
+    def placed(self) -> tuple[PlacedAdapter, ...]:
+        """The adapters with their positions."""
+        return self._served.now.placed
 
     @contextmanager
     def using(self, placed: Sequence[PlacedAdapter]) -> Iterator[None]:
@@ -74,7 +91,7 @@ class ActiveAdapters(threading.local):
     @contextmanager
     def serving(self, groups: AdapterGroups) -> Iterator[None]:
         """Serve the adapters of these groups within the context."""
-        self.groups = groups
+        self._served.own.groups = groups
         try:
             yield
         finally:
@@ -82,16 +99,17 @@ class ActiveAdapters(threading.local):
 
     def resume(self, placed: Sequence[PlacedAdapter]) -> None:
         """Serve these adapters from now on."""
+        served = self._served.own
         grouped, others = grouped_adapters.group_adapters(
-            [entry for entry in placed if entry[1] < entry[2]], self._stacks
+            [entry for entry in placed if entry[1] < entry[2]], served.stacks
         )
-        self.placed, self.groups = tuple(placed), [*grouped, *group_adapters(others)]
+        served.placed, served.groups = tuple(placed), [*grouped, *group_adapters(others)]
         if placed:
-            self._stacks = [each.stacks for each in grouped]
+            served.stacks = [each.stacks for each in grouped]
 
     def release_memory(self) -> None:
         """Drop what later passes would use again."""
-        self._stacks = []
+        self._served.own.stacks = []
 
 
 class LoraLinear(nn.Module):

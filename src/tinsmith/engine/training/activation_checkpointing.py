@@ -6,9 +6,9 @@ forward here uses no random numbers and no autocast whose state would have to be
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,22 +17,34 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from tinsmith.engine.model.base_model import BaseModel
+from tinsmith.processes.thread_state import ThreadState
 
 
-class CheckpointSwitch(threading.local):
+@dataclass(slots=True)
+class _Setting:
+    on: bool = False
+
+
+class CheckpointSwitch:
     """Turns recomputation on and off in the current thread. All layers of a base model share one switch."""
 
     def __init__(self) -> None:
-        self.on = False
+        self._setting = ThreadState(_Setting)
+
+    @property
+    def on(self) -> bool:
+        """Whether layers recompute."""
+        return self._setting.now.on
 
     @contextmanager
     def set(self, on: bool) -> Iterator[None]:
         """Set the switch for forward and backward within the context."""
-        self.on, previous = on, self.on
+        setting = self._setting.own
+        setting.on, previous = on, setting.on
         try:
             yield
         finally:
-            self.on = previous
+            setting.on = previous
 
 
 class CheckpointedLayer(nn.Module):

@@ -134,7 +134,9 @@ def test_mixtures_and_hybrids_match_one_thread(
 ) -> None:
     """Recorded experts too: each thread replays those of its own rows."""
     source = str(save_tiny(model_type, tmp_path))
-    engines = [build(EngineConfig(source=source, device="cpu", dtype="float32", threads=1, pass_tokens=48)) for _ in range(2)]
+    engines = [
+        build(EngineConfig(source=source, device="cpu", dtype="float32", threads=1, pass_tokens=48)) for _ in range(2)
+    ]
     computed = at_once(engines[1])
     draw = np.random.default_rng(0)
     data = [datum_for("cross_entropy", draw, length) for length in LENGTHS]

@@ -12,7 +12,10 @@ from tinsmith.engine.lora.adapter import PlacedAdapter
 class Placement(Protocol):
     """The adapters of the current pass, in the order of their positions."""
 
-    placed: tuple[PlacedAdapter, ...]
+    @property
+    def placed(self) -> tuple[PlacedAdapter, ...]:
+        """Adapters and their positions."""
+        ...
 
 
 class ExpertStack:

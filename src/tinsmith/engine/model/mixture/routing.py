@@ -17,9 +17,9 @@ record and the scores there; `install` checks that it does.
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,20 +30,21 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from tinsmith.engine.model.support import is_expert_stack
+from tinsmith.processes.thread_state import ThreadState
 from tinsmith.routed_experts import RouterShape, missing
 
 PROBES = 6
 """Hidden states on which each router is checked at load."""
 
 
-class _PassRouting(threading.local):
-    """What routers do in the pass that the current thread computes."""
+@dataclass(slots=True)
+class _PassRouting:
+    """What routers do in the pass that a thread computes."""
 
-    def __init__(self) -> None:
-        self.replayed: Tensor | None = None
-        """int64 [T, layers, k]: the experts to take; -1 where a router chooses."""
-        self.chosen: dict[int, Tensor] | None = None
-        """int64 [T, k] by layer: the routers' own choices, while they are recorded."""
+    replayed: Tensor | None = None
+    """int64 [T, layers, k]: the experts to take; -1 where a router chooses."""
+    chosen: dict[int, Tensor] | None = None
+    """int64 [T, k] by layer: the routers' own choices, while they are recorded."""
 
 
 class Routing:
@@ -52,27 +53,31 @@ class Routing:
     def __init__(self) -> None:
         self.shape: RouterShape | None = None
         """None without routers whose choice can be recorded and replayed."""
-        self.now = _PassRouting()
+        self._of_pass = ThreadState(_PassRouting)
+
+    @property
+    def now(self) -> _PassRouting:
+        """What they do in the pass that the current thread computes."""
+        return self._of_pass.now
 
     @contextmanager
     def using(self, replayed: Tensor | None = None, *, record: bool = False) -> Iterator[None]:
         """Replay and record within the context, for forward and backward."""
-        self.now.replayed = replayed
-        self.now.chosen = {} if record and self.shape is not None else None
+        now = self._of_pass.own
+        now.replayed = replayed
+        now.chosen = {} if record and self.shape is not None else None
         try:
             yield
         finally:
-            self.now.replayed = self.now.chosen = None
+            now.replayed = now.chosen = None
 
     def record(self) -> np.ndarray:
         """The routers' own choices in the pass: unsigned [T, layers, k]. Only while they are recorded."""
         assert self.shape is not None
-        assert self.now.chosen is not None
+        chosen = self.now.chosen
+        assert chosen is not None
         return (
-            torch.stack([self.now.chosen[layer] for layer in range(self.shape.layers)], 1)
-            .cpu()
-            .numpy()
-            .astype(self.shape.dtype)
+            torch.stack([chosen[layer] for layer in range(self.shape.layers)], 1).cpu().numpy().astype(self.shape.dtype)
         )
 
     def replay_of(self, record: np.ndarray, device: torch.device) -> Tensor:
