@@ -1,4 +1,4 @@
-"""A state for each thread that asked for its own."""
+"""A state for each thread that changes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def in_a_thread(call):
     return seen[0]
 
 
-def test_threads_that_ask_have_their_own():
+def test_threads_that_change_it_have_their_own():
     state = ThreadState(State)
     state.own.value = 1
 

@@ -109,7 +109,6 @@ class TorchEngine(EngineClient):
             memory = autotune.memory_plan(config, base, active)
             tokens = memory.pass_tokens if memory is not None else _pass_tokens(config, base, active, exchange)
             tokens = exchange.least(tokens)
-        at_once = _at_once(config, base, exchange)
         training_tokens = max(1, round(policy.micro_batch_share * tokens))
         self.trainer = TorchTrainer(
             base,
@@ -120,7 +119,7 @@ class TorchEngine(EngineClient):
             switch,
             config.recompute,
             packs_requests=not config.deterministic,
-            at_once=at_once,
+            at_once=_at_once(config, base, exchange),
             exchange=exchange,
         )
         batch = GeneralBatch(base, head) if isinstance(base, GeneralModel) else None

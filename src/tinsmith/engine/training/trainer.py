@@ -232,7 +232,7 @@ class TorchTrainer:
         """Runs of a model's passes: for each share of their rows, one for each thread that computes some of it."""
         runs = []
         for index, share in enumerate(shares):
-            parts = thread_shares(share, self._runner.at_once, self._runner.tokens)
+            parts = thread_shares(share, self._runner.at_once, self._runner.tokens, cuts=self._runner.cuts)
             # Shards' sums may not depend on each other, and no micro-batch may have rows of two threads.
             apart = alone or len(shares) > 1 or len(parts) > 1
             for number, part in enumerate(parts):

@@ -36,7 +36,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Any:
     of which both have begun before one goes on."""
 
     def set_on(engine: Any) -> list[int]:
-        runner, computed, both = engine.trainer._runner, [], threading.Barrier(2)
+        runner, computed, barrier = engine.trainer._runner, [], threading.Barrier(2)
         monkeypatch.setattr(runner, "_threads", ComputeThreads(2))
         forward, advance = runner._forward, runner.advance
         count = 0
@@ -49,7 +49,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Any:
         def met(running: Any) -> None:
             computed.append(threading.get_ident())
             if count == 2:
-                both.wait(60)
+                barrier.wait(60)
             forward(running)
 
         monkeypatch.setattr(runner, "advance", counted)
@@ -150,10 +150,10 @@ def test_mixtures_and_hybrids_match_one_thread(
         [result] = wait(engine.run([request]))
         results.append((result, gradients_of(engine, model_id)))
     assert len(set(computed)) == 2
-    (one, left), (two, right) = results
-    assert two.metrics == pytest.approx(one.metrics, rel=1e-4)
-    for mine, other in zip(two.logprobs, one.logprobs, strict=True):
-        np.testing.assert_allclose(mine, other, atol=2e-5)
+    (expected, left), (result, right) = results
+    assert result.metrics == pytest.approx(expected.metrics, rel=1e-4)
+    for logprobs, reference in zip(result.logprobs, expected.logprobs, strict=True):
+        np.testing.assert_allclose(logprobs, reference, atol=2e-5)
     assert_same(right, left, tolerance=1e-4)
     for engine in engines:
         wait(engine.close())
@@ -202,6 +202,17 @@ def test_every_row_is_in_one_share(drawn: list[tuple[int, int, bool]], count: in
         if sum(map(bool, tokens)) > 1:
             assert max(tokens) <= MAX_SHARE * _packed(some)
             assert _packed(some) > budget
+
+
+def test_tree_in_pieces_stays_whole() -> None:
+    """Rows that share little are cut beside it, and so is a tree that is not computed in pieces."""
+    rows = [PackedRow(key=key, adapter=0, tokens=np.append(np.arange(80), [1000 + key] * 40)) for key in range(8)]
+    whole = RunRows([], {True: sorted_for_packing(rows), False: []})
+    assert len(thread_shares(whole, 2, 100, cuts=True)) == 1
+    assert len(thread_shares(whole, 2, 100)) == 2
+    apart = [replace(row, tokens=row.tokens + 100 * row.key) for row in rows]
+    whole = RunRows([], {True: sorted_for_packing(apart), False: []})
+    assert len(thread_shares(whole, 2, 100, cuts=True)) == 2
 
 
 def _packed(rows: Any) -> int:

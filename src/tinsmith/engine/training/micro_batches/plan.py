@@ -1,7 +1,8 @@
 """How the rows of a job are cut where several micro-batches are computed at the same time. Arithmetic on lengths.
 
 Rows of more than a micro-batch are cut into a share for each thread, and a share's rows into micro-batches of about the
-same number of packed tokens, because a thread that is done waits for the others.
+same number of packed tokens, because a thread that is done waits for the others. A tree of rows that is computed in
+pieces stays whole: with all cores for one piece it takes about as long, and half of the memory.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from tinsmith.engine.model.packing import PackedRow
+import numpy as np
+
+from tinsmith.engine.model.packing import LONG_ROW, MIN_SHARED, PackedRow
 from tinsmith.engine.training.run_rows import RunRows
 from tinsmith.engine.training.shares import RowCosts, balanced
 
@@ -30,9 +33,10 @@ class ThreadShare:
     """Packed tokens of a micro-batch of the rows with a gradient, and of those without."""
 
 
-def thread_shares(rows: RunRows, count: int, budget: int) -> list[ThreadShare]:
-    """Up to `count` shares of some rows, for micro-batches of about `budget` packed tokens."""
-    bounds = {with_grad: _bounds(some, count, budget) for with_grad, some in rows.rows.items()}
+def thread_shares(rows: RunRows, count: int, budget: int, *, cuts: bool = False) -> list[ThreadShare]:
+    """Up to `count` shares of some rows, for micro-batches of about `budget` packed tokens. `cuts`: whether a larger
+    tree of rows with a gradient is computed in pieces."""
+    bounds = {with_grad: _bounds(some, count, budget, cuts=cuts and with_grad) for with_grad, some in rows.rows.items()}
     shares = []
     for index in range(count):
         own = {with_grad: some[slice(*bounds[with_grad][index : index + 2])] for with_grad, some in rows.rows.items()}
@@ -42,12 +46,14 @@ def thread_shares(rows: RunRows, count: int, budget: int) -> list[ThreadShare]:
     return shares
 
 
-def _bounds(rows: Sequence[PackedRow], count: int, budget: int) -> list[int]:
+def _bounds(rows: Sequence[PackedRow], count: int, budget: int, *, cuts: bool) -> list[int]:
     """Bounds [count + 1] of the shares; all rows are in the first if cutting gains nothing."""
     uncut = [0, *[len(rows)] * count]
     if count == 1 or _fits(rows, budget):
         return uncut
     costs = _costs(rows)
+    if cuts and _largest_tree(costs, budget) > LONG_ROW * budget:
+        return uncut
     total = costs.cost(0, len(rows))
     bounds = balanced(costs, count)
     return bounds if total > budget and _largest(costs, bounds) <= MAX_SHARE * total else uncut
@@ -69,6 +75,13 @@ def _budget(rows: Sequence[PackedRow], budget: int) -> int:
 def _fits(rows: Sequence[PackedRow], budget: int) -> bool:
     """Whether the rows fit into a micro-batch even if they share nothing."""
     return sum(len(row.tokens) for row in rows) <= budget
+
+
+def _largest_tree(costs: RowCosts, budget: int) -> int:
+    """Packed tokens of the largest tree of several rows, which `packing.take_rows` keeps in one micro-batch."""
+    starts = np.flatnonzero(costs.shared < MIN_SHARED * budget)
+    trees = pairwise([*starts.tolist(), len(costs.shared)])
+    return max((costs.cost(start, stop) for start, stop in trees if stop - start > 1), default=0)
 
 
 def _costs(rows: Sequence[PackedRow]) -> RowCosts:
