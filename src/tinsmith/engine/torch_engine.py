@@ -42,9 +42,9 @@ from tinsmith.engine.model_parts import HEAD
 from tinsmith.engine.processes.rpc import SAMPLER_METHODS, EngineClient, Method, bound
 from tinsmith.engine.sample_validation import check_sample
 from tinsmith.engine.sampling.sampler import TorchSampler
+from tinsmith.engine.threads.compute import MAX_AT_ONCE
 from tinsmith.engine.training import activation_checkpointing
 from tinsmith.engine.training.exchange import ALONE, Exchange
-from tinsmith.engine.training.micro_batches.threads import MAX_AT_ONCE
 from tinsmith.engine.training.trainer import TorchTrainer
 from tinsmith.errors import TinsmithError
 

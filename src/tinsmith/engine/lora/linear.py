@@ -40,7 +40,7 @@ from tinsmith.engine.lora.quantized_linear import DecodedLinear, QuantizedLinear
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.support import is_expert_stack
 from tinsmith.engine.model_parts import HEAD
-from tinsmith.processes.thread_state import ThreadState
+from tinsmith.engine.threads.state import ThreadState
 
 MIN_BATCH_ADAPTERS = 4
 """Fewer adapters of one shape are computed one by one."""

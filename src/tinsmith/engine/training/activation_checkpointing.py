@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from tinsmith.engine.model.base_model import BaseModel
-from tinsmith.processes.thread_state import ThreadState
+from tinsmith.engine.threads.state import ThreadState
 
 
 @dataclass(slots=True)

@@ -35,13 +35,13 @@ from tinsmith.engine.lora import linear, peft
 from tinsmith.engine.lora.adapter import AdapterLayout
 from tinsmith.engine.lora.lm_head import LMHead
 from tinsmith.engine.model.base_model import BaseModel
+from tinsmith.engine.threads.compute import ComputeThreads
 from tinsmith.engine.training.activation_checkpointing import CheckpointSwitch
 from tinsmith.engine.training.exchange import ALONE, Exchange, Job
 from tinsmith.engine.training.micro_batches.lockstep import LockstepQueue
 from tinsmith.engine.training.micro_batches.plan import thread_shares
 from tinsmith.engine.training.micro_batches.queue import MicroBatchQueue
 from tinsmith.engine.training.micro_batches.runner import MicroBatchRunner
-from tinsmith.engine.training.micro_batches.threads import ComputeThreads
 from tinsmith.engine.training.model_locks import ModelLocks
 from tinsmith.engine.training.optimizer import AdapterSnapshot, TrainableAdapter
 from tinsmith.engine.training.run_rows import RunRows

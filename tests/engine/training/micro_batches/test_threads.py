@@ -22,8 +22,8 @@ from tinsmith.engine.base import LoraSpec, Pass, PassResult
 from tinsmith.engine.build import build
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.model.packing import PackedRow, sorted_for_packing
+from tinsmith.engine.threads.compute import ComputeThreads
 from tinsmith.engine.training.micro_batches.plan import MAX_EXCESS, MAX_SHARE, thread_shares
-from tinsmith.engine.training.micro_batches.threads import ComputeThreads
 from tinsmith.engine.training.run_rows import RunRows
 from tinsmith.errors import BadRequest
 

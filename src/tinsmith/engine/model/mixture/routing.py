@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from tinsmith.engine.model.support import is_expert_stack
-from tinsmith.processes.thread_state import ThreadState
+from tinsmith.engine.threads.state import ThreadState
 from tinsmith.routed_experts import RouterShape, missing
 
 PROBES = 6

@@ -20,9 +20,9 @@ from tinsmith.engine.lora.lm_head import LMHead
 from tinsmith.engine.model import packing
 from tinsmith.engine.model.attention import PackedAttention
 from tinsmith.engine.model.base_model import BaseModel
+from tinsmith.engine.threads.compute import ComputeThreads
 from tinsmith.engine.training.activation_checkpointing import CheckpointSwitch
 from tinsmith.engine.training.micro_batches.batch import MicroBatch, Part, ScoredPiece
-from tinsmith.engine.training.micro_batches.threads import ComputeThreads
 from tinsmith.engine.training.training_run import TrainingRun
 from tinsmith.engine_options import Recompute
 

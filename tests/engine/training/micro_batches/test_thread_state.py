@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from tinsmith.processes.thread_state import ThreadState
+from tinsmith.engine.threads.state import ThreadState
 
 
 @dataclass
