@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from tinsmith.engine.base import Pass
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.torch_engine import TorchEngine
 from tinsmith.engine.training.micro_batches.batch import Part
+from tinsmith.engine.training.micro_batches.runner import RunningMicroBatch
 from tinsmith.service.engines.host import RunningEngine, start_engine
 from tinsmith.service.storage.records import FutureResult
 
@@ -161,20 +163,23 @@ class CountedEngine(TorchEngine):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        queue = self.trainer._queue
+        runner: Any = self.trainer._runner
         self.turns = 0
         self.go = asyncio.Event()
         self.go.set()
         self.waits: dict[str, list[int]] = {}
         self.tokens: Counter[str] = Counter()
-        compute = queue._compute
+        start, advance = runner.start, runner.advance
 
-        def counted(parts: Sequence[Part], with_grad: bool) -> Iterator[None]:
-            yield from compute(parts, with_grad)
-            self.turns += 1
+        def counted_start(parts: Sequence[Part], with_grad: bool) -> RunningMicroBatch:
             self.tokens.update({run.share: sum(len(row.tokens) for row in rows) for run, rows in parts})
+            return start(parts, with_grad)
 
-        queue._compute = counted
+        def counted_advance(running: Sequence[RunningMicroBatch]) -> None:
+            advance(running)
+            self.turns += len(running)
+
+        runner.start, runner.advance = counted_start, counted_advance
 
     async def run(self, passes: Sequence[Pass]):
         await self.go.wait()

@@ -22,7 +22,11 @@ class ComputeThreads:
         self.at_once = at_once
         """Calls that run at the same time."""
         self._cores = torch.get_num_threads()
-        self._pool = ThreadPoolExecutor(at_once - 1, "compute", self._take_share) if at_once > 1 else None
+        self._share = max(1, self._cores // at_once)
+        """PyTorch's threads for a call beside others."""
+        self._pool = None
+        if at_once > 1:
+            self._pool = ThreadPoolExecutor(at_once - 1, "compute", torch.set_num_threads, (self._share,))
 
     def run(self, calls: Sequence[Callable[[], None]]) -> None:
         """Make up to `at_once` calls, which must not raise: one on all cores, several at the same time."""
@@ -31,14 +35,10 @@ class ComputeThreads:
                 call()
             return
         others = [self._pool.submit(call) for call in calls[1:]]
-        self._take_share()
+        torch.set_num_threads(self._share)
         try:
             calls[0]()
         finally:
             torch.set_num_threads(self._cores)
             for other in others:
                 other.result()
-
-    def _take_share(self) -> None:
-        """Limit the operators of the current thread to its share of the cores."""
-        torch.set_num_threads(max(1, self._cores // self.at_once))
