@@ -93,6 +93,8 @@ class TrainableAdapter:
         self.master = torch.nn.Parameter(master)
         self.gradient = torch.zeros_like(master)
         self._own_buffer = self._buffer_over(self.gradient)
+        self._is_lent = False
+        """Whether a run in progress has `_own_buffer`."""
         self.has_gradient = False
         """Whether a run since the last step had a gradient."""
         self._shards: dict[int, GradientShard] = {}
@@ -125,17 +127,22 @@ class TrainableAdapter:
         fork._weights, fork._snapshot, fork._borrows_master = snapshot.weights, snapshot, True
         return fork
 
-    def gradient_buffer(self, *, apart: bool = False) -> GradientBuffer:
+    def gradient_buffer(self) -> GradientBuffer:
         """A zero buffer for the gradient of a run: the model's own gradient if that is still zero and no other run has
-        it (`apart`).
+        it.
 
         For 64 small models, clearing new memory takes longer than computing their gradients.
         """
-        return self.new_buffer() if self.has_gradient or apart else self._own_buffer
+        if self.has_gradient or self._is_lent:
+            return self.new_buffer()
+        self._is_lent = True
+        return self._own_buffer
 
     def accept(self, buffer: GradientBuffer | None) -> None:
         """Add the buffer of a run that succeeded to the gradient; None if other ranks have the run's gradient."""
-        if buffer is not None and buffer is not self._own_buffer:
+        if buffer is self._own_buffer:
+            self._is_lent = False
+        elif buffer is not None:
             self.gradient.add_(buffer.flat)
         self.has_gradient = True
 
@@ -143,6 +150,7 @@ class TrainableAdapter:
         """Restore the gradient after a run that failed."""
         if buffer is self._own_buffer:
             buffer.flat.zero_()
+            self._is_lent = False
 
     def shard(self, index: int) -> TrainableAdapter | GradientShard:
         """The model of runs of one of this rank's shards of rows; this adapter itself is the first."""
@@ -268,8 +276,7 @@ class GradientShard:
     def weights(self) -> adapter.AdapterWeights:
         return self._adapter.weights()
 
-    def gradient_buffer(self, *, apart: bool = False) -> GradientBuffer:
-        del apart
+    def gradient_buffer(self) -> GradientBuffer:
         return self._adapter.new_buffer()
 
     def accept(self, buffer: GradientBuffer | None) -> None:

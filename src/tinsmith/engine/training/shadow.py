@@ -71,8 +71,7 @@ class _Slot:
     def weights(self) -> adapter.AdapterWeights:
         return self._weights
 
-    def gradient_buffer(self, *, apart: bool = False) -> GradientBuffer:
-        del apart
+    def gradient_buffer(self) -> GradientBuffer:
         return self._buffer
 
     def accept(self, buffer: GradientBuffer | None) -> None:

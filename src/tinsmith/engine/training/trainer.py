@@ -235,12 +235,9 @@ class TorchTrainer:
             parts = thread_shares(share, self._runner.at_once, self._runner.tokens, cuts=self._runner.cuts)
             # Shards' sums may not depend on each other, and no micro-batch may have rows of two threads.
             apart = alone or len(shares) > 1 or len(parts) > 1
-            for number, part in enumerate(parts):
+            for part in parts:
                 group = object() if apart else None
-                run = TrainingRun(
-                    passes, model.shard(index), self._losses, group, part.rows, part.budgets, apart=number > 0
-                )
-                runs.append(run)
+                runs.append(TrainingRun(passes, model.shard(index), self._losses, group, part.rows, part.budgets))
         return Job(runs)
 
     async def _shadow(self, request: Pass) -> PassResult | TinsmithError:

@@ -27,8 +27,8 @@ class RunModel(Protocol):
         """The weights that passes read."""
         ...
 
-    def gradient_buffer(self, *, apart: bool = False) -> GradientBuffer:
-        """A zero buffer for the gradient of a run; with `apart`, another run of the model has one at the same time."""
+    def gradient_buffer(self) -> GradientBuffer:
+        """A zero buffer for the gradient of a run."""
         ...
 
     def accept(self, buffer: GradientBuffer | None) -> None:
@@ -54,11 +54,9 @@ class TrainingRun:
         packing_group: object = None,
         share: RunRows | None = None,
         budgets: Mapping[bool, int] | None = None,
-        apart: bool = False,
     ) -> None:
         """`losses` evaluates uploaded losses; `share` is the part of the rows to compute, by default all. `budgets` are
-        packed tokens of a micro-batch of rows with a gradient and of those without. `apart`: whether another run of the
-        model's rows is in progress at the same time."""
+        packed tokens of a micro-batch of rows with a gradient and of those without."""
         self.share = passes[0].share if passes else ""
         self.packing_group = packing_group
         """Only runs of the same group share micro-batches."""
@@ -70,7 +68,7 @@ class TrainingRun:
         self._passes = [PassState(request, losses) for request in passes]
         self._model = model
         self._budgets = budgets or {}
-        self._buffer = model.gradient_buffer(apart=apart) if self._rows[True] else None
+        self._buffer = model.gradient_buffer() if self._rows[True] else None
         self._is_checked = False
         """Whether the gradient is known to be finite or the run has failed."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,12 @@ from tests.engine.reference import assert_same
 from tinsmith.engine.base import LoraSpec, Pass, PassResult
 from tinsmith.engine.build import build
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.model.packing import PackedRow, sorted_for_packing
+from tinsmith.engine.model.packing import PackedRow, packed_tokens, sorted_for_packing
 from tinsmith.engine.threads.compute import ComputeThreads
 from tinsmith.engine.training.micro_batches.plan import MAX_EXCESS, MAX_SHARE, thread_shares
 from tinsmith.engine.training.run_rows import RunRows
 from tinsmith.errors import BadRequest
+from tinsmith.routed_experts import to_words
 
 LENGTHS = (20, 9, 17, 25, 12, 30, 8, 22, 14, 27)
 
@@ -160,8 +160,6 @@ def test_mixtures_and_hybrids_match_one_thread(
 
 
 def _experts(router: Any, tokens: int, draw: np.random.Generator) -> np.ndarray:
-    from tinsmith.routed_experts import to_words
-
     record = router.empty(tokens)
     for layers in record:
         for layer in layers:
@@ -198,10 +196,18 @@ def test_every_row_is_in_one_share(drawn: list[tuple[int, int, bool]], count: in
     for with_grad, some in whole.rows.items():
         assert [row for share in shares for row in share.rows.rows[with_grad]] == list(some), "in order"
         assert all(budget / 2 <= share.budgets[with_grad] <= MAX_EXCESS * budget for share in shares)
-        tokens = [_packed(share.rows.rows[with_grad]) for share in shares]
+        tokens = [packed_tokens(share.rows.rows[with_grad]) for share in shares]
         if sum(map(bool, tokens)) > 1:
-            assert max(tokens) <= MAX_SHARE * _packed(some)
-            assert _packed(some) > budget
+            assert max(tokens) <= MAX_SHARE * packed_tokens(some)
+            assert packed_tokens(some) > budget
+
+
+def test_rows_that_fit_leave_room_for_others() -> None:
+    """Eight rows of one prompt, of which a micro-batch takes all, though they are longer than it one by one."""
+    rows = [PackedRow(key=key, adapter=0, tokens=np.append(np.arange(30), [1000 + key])) for key in range(8)]
+    whole = RunRows([], {True: sorted_for_packing(rows), False: []})
+    (share,) = thread_shares(whole, 2, 100)
+    assert share.budgets[True] == 100
 
 
 def test_tree_in_pieces_stays_whole() -> None:
@@ -213,14 +219,3 @@ def test_tree_in_pieces_stays_whole() -> None:
     apart = [replace(row, tokens=row.tokens + 100 * row.key) for row in rows]
     whole = RunRows([], {True: sorted_for_packing(apart), False: []})
     assert len(thread_shares(whole, 2, 100, cuts=True)) == 2
-
-
-def _packed(rows: Any) -> int:
-    """Packed tokens of sorted rows."""
-    shared = (np.cumprod(_equal(left.tokens, right.tokens)).sum() for left, right in pairwise(rows))
-    return sum(len(row.tokens) for row in rows) - int(sum(shared))
-
-
-def _equal(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    length = min(len(left), len(right))
-    return left[:length] == right[:length]

@@ -65,6 +65,8 @@ def _budget(rows: Sequence[PackedRow], budget: int) -> int:
         return budget
     costs = _costs(rows)
     fewest = -(-costs.cost(0, len(rows)) // budget)
+    if fewest == 1:  # rows of other runs fill what is left
+        return budget
     for count in (fewest, fewest + 1):
         largest = _largest(costs, balanced(costs, count))
         if largest <= MAX_EXCESS * budget:

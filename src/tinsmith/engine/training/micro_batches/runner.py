@@ -8,7 +8,7 @@ precision that the head's product takes is PyTorch's for the whole process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -30,53 +30,34 @@ from tinsmith.engine_options import Recompute
 class RunningMicroBatch:
     """A micro-batch and what is left to compute of it."""
 
-    def __init__(self, parts: Sequence[Part], with_grad: bool, piece_tokens: int | None) -> None:
-        """It is computed in pieces of up to `piece_tokens` positions; None: at once."""
-        self.runs: list[TrainingRun] = [run for run, _ in parts]
+    def __init__(self, runs: Sequence[TrainingRun], pieces: Iterator[tuple[MicroBatch, ScoredPiece]]) -> None:
+        self.runs = runs
         self.error: Exception | None = None
         """Why it failed."""
         self.is_done = False
-        self._parts, self._with_grad, self._piece_tokens = parts, with_grad, piece_tokens
-        self._begun: tuple[MicroBatch, Iterator[ScoredPiece], ScoredPiece] | None = None
+        self._pieces = pieces
+        self.batch: MicroBatch
+        """The packed rows."""
+        self.piece: ScoredPiece
+        """The piece to compute next."""
         self.hidden: Tensor | None = None
-        """float [P, D]: hidden states of the current piece, with their graph."""
+        """float [P, D]: hidden states of the piece, with their graph."""
         self.hidden_grad: Tensor | None = None
         """d loss / d hidden."""
+        self.attempt(self.take_piece)
 
-    @property
-    def batch(self) -> MicroBatch:
-        """The packed rows."""
-        return self._now[0]
-
-    @property
-    def piece(self) -> ScoredPiece:
-        """The piece to compute next."""
-        return self._now[2]
-
-    @property
-    def _now(self) -> tuple[MicroBatch, Iterator[ScoredPiece], ScoredPiece]:
-        assert self._begun is not None
-        return self._begun
-
-    def begin(self) -> None:
-        """Pack the rows, before the first piece."""
-        if self._begun is None:
-            batch = MicroBatch(self._parts, with_grad=self._with_grad)
-            pieces = batch.pieces(self._piece_tokens)
-            self._begun = (batch, pieces, next(pieces))
-
-    def end_piece(self) -> None:
+    def take_piece(self) -> None:
         """Go on to the next piece; there is none if every run has failed."""
-        batch, pieces, _ = self._now
         self.hidden = self.hidden_grad = None
-        piece = None if batch.is_over else next(pieces, None)
-        self.is_done = piece is None
-        if piece is not None:
-            self._begun = (batch, pieces, piece)
+        taken = next(self._pieces, None)
+        if taken is None:
+            self.is_done = True
+        else:
+            self.batch, self.piece = taken
 
     def attempt(self, step: Callable[[], None]) -> None:
-        """Take a step unless one before has failed; its error is kept."""
-        if self.error is not None:
+        """Take a step unless it is done or one before has failed; an error is kept."""
+        if self.is_done:
             return
         try:
             step()
@@ -113,18 +94,17 @@ class MicroBatchRunner:
     def start(self, parts: Sequence[Part], with_grad: bool) -> RunningMicroBatch:
         """A micro-batch of rows of runs, with or without a gradient."""
         cuts = self.cuts and with_grad and len(parts) == 1
-        return RunningMicroBatch(parts, with_grad, parts[0][0].budget or self.tokens if cuts else None)
+        tokens = parts[0][0].budget or self.tokens if cuts else None
+        return RunningMicroBatch([run for run, _ in parts], _pieces(parts, tokens, with_grad=with_grad))
 
     def advance(self, running: Sequence[RunningMicroBatch]) -> None:
         """Compute the next piece of each of up to `at_once` micro-batches."""
-        for each in running:
-            each.attempt(each.begin)
         self._threads.run([partial(each.attempt, partial(self._forward, each)) for each in running])
         for each in running:
             each.attempt(partial(self._score, each))
         self._threads.run([partial(each.attempt, partial(self._backward, each)) for each in running])
         for each in running:
-            each.attempt(each.end_piece)
+            each.attempt(each.take_piece)
 
     def compute_nothing(self, with_grad: bool) -> None:
         """Forward and backward of a token under no adapter, for other ranks' sake."""
@@ -155,18 +135,17 @@ class MicroBatchRunner:
             running.hidden_grad = self._head.backward(hidden, scores, grads)
 
     def _backward(self, running: RunningMicroBatch) -> None:
-        if running.hidden is not None and running.hidden_grad is not None:
-            with self._computing(running):
-                running.hidden.backward(running.hidden_grad)
+        if running.hidden is None or running.hidden_grad is None:
+            return
+        recomputes = self._recomputes(len(running.piece.own))
+        with self._computing(running) if recomputes else nullcontext():  # only then layers compute again
+            running.hidden.backward(running.hidden_grad)
 
     @contextmanager
     def _computing(self, running: RunningMicroBatch) -> Iterator[None]:
-        """Context of the forward or the backward of a piece in the current thread."""
-        piece = running.piece
-        with ExitStack() as stack:
-            stack.enter_context(self._switch.set(self._recomputes(len(piece.own))))
-            stack.enter_context(self._active.using(piece.adapters))
-            stack.enter_context(self._routing(running.batch))
+        """Context of layers that compute a piece in the current thread."""
+        piece, routing = running.piece, self._routing(running.batch)
+        with self._switch.set(self._recomputes(len(piece.own))), self._active.using(piece.adapters), routing:
             yield
 
     def _routing(self, batch: MicroBatch) -> AbstractContextManager[None]:
@@ -182,3 +161,13 @@ class MicroBatchRunner:
         """Whether layers recompute their activations in the backward of a micro-batch of this many tokens."""
         too_long = tokens > packing.LONG_ROW * self.tokens
         return self._recompute == "always" or (self._recompute == "auto" and too_long)
+
+
+def _pieces(parts: Sequence[Part], tokens: int | None, *, with_grad: bool) -> Iterator[tuple[MicroBatch, ScoredPiece]]:
+    """The micro-batch of some rows, packed when the first is taken, with each of its pieces of up to `tokens` positions
+    (None: one of all), until every run has failed."""
+    batch = MicroBatch(parts, with_grad=with_grad)
+    for piece in batch.pieces(tokens):
+        if batch.is_over:
+            return
+        yield batch, piece
