@@ -80,7 +80,8 @@ def test_results_are_independent_of_pass_tokens(loss_fn: str, pair: Any, wait: A
     wanted, *rest = runs
     for results, *gradients in rest:
         for result, expected in zip(results, wanted[0], strict=True):
-            assert result.metrics == pytest.approx(expected.metrics, rel=1e-5)
+            # A sum of ratios: each is as exact as its logprob, 5e-6, and they partly cancel.
+            assert result.metrics == pytest.approx(expected.metrics, rel=2e-5)
             for left, right in zip(result.logprobs, expected.logprobs, strict=True):
                 np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-6)
         for gradient, expected in zip(gradients, wanted[1:], strict=True):

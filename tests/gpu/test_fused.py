@@ -18,24 +18,24 @@ from tinsmith.engine.model import loading
 pytestmark = pytest.mark.gpu
 
 
-def kernels_of(device: str) -> fused.Kernels:
+def kernels_of(device: str, dtype: torch.dtype) -> fused.Kernels:
     """The device's kernels; plain ones on a CPU."""
-    kernels = choice.kernels_on(torch.device(device))
+    kernels = choice.kernels_on(torch.device(device), dtype)
     assert kernels is not None or device == "cpu"
     return kernels or PlainKernels()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_kernels_equal_operators(device: str, dtype: torch.dtype):
-    fused_cases.check(kernels_of(device), torch.empty(0, dtype=dtype, device=device))
+    fused_cases.check(kernels_of(device, dtype), torch.empty(0, dtype=dtype, device=device))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_use_fused_kernels(
     device: str, tiny: Callable[[str], Path], dtype: str, monkeypatch: pytest.MonkeyPatch
 ):
-    kernels = kernels_of(device)
-    monkeypatch.setattr(choice, "kernels_on", lambda _: kernels)
+    kernels = kernels_of(device, getattr(torch, dtype))
+    monkeypatch.setattr(choice, "kernels_on", lambda *_: kernels)
     base = loading.load(EngineConfig(source=str(tiny("qwen3")), dtype=dtype, device=device))  # type: ignore[arg-type]
     linear.adapt(base)
     base = layers.replace_layers(base)

@@ -15,7 +15,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from tinsmith.engine.config import EngineConfig, cache_folder
 
 log = logging.getLogger(__name__)
 
-PACKAGES = ("torch", "transformers", "numpy")
+PACKAGES = ("torch", "transformers", "numpy", "numba")
 ENVIRONMENT = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "TORCH")
 """Prefixes of variables that choose kernels."""
 MAX_FILES = 256
@@ -94,7 +94,8 @@ def _programs() -> Iterator[bytes]:
     """Versions of the packages, and this engine's own code."""
     yield sys.version.encode()
     for package in PACKAGES:
-        yield f"{package} {version(package)}".encode()
+        with suppress(PackageNotFoundError):  # Numba may be missing
+            yield f"{package} {version(package)}".encode()
     here = Path(__file__).parent
     for file in sorted(here.rglob("*")):
         if file.is_file() and file.suffix != ".pyc":

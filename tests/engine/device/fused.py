@@ -35,7 +35,9 @@ class DeviceKernels:
 @contextmanager
 def kernels() -> Iterator[None]:
     """Engines on the device have kernels."""
-    with patch.object(choice, "kernels_on", lambda device: DeviceKernels() if device.type == stand_in.NAME else None):
+    with patch.object(
+        choice, "kernels_on", lambda device, _: DeviceKernels() if device.type == stand_in.NAME else None
+    ):
         yield
 
 

@@ -53,7 +53,7 @@ def check(kernels: fused.Kernels, like: Tensor) -> None:
 
 def interpreted() -> None:
     """Compare Triton's kernels in its interpreter."""
-    from tinsmith.engine.lora.elementwise import kernels
+    from tinsmith.engine.lora.elementwise import gpu_kernels as kernels
 
     for dtype in (torch.float32, torch.bfloat16):
         check(kernels, torch.empty(0, dtype=dtype))
@@ -67,7 +67,7 @@ def compiled() -> None:
 
 
 def _variants() -> Iterator[tuple[Any, dict[str, Any]]]:
-    from tinsmith.engine.lora.elementwise import kernels
+    from tinsmith.engine.lora.elementwise import gpu_kernels as kernels
 
     for width in (2560, 16384):
         settings = kernels.row_settings(width)

@@ -1,9 +1,10 @@
-"""Fused kernels: their gradients, the choice at load, and Triton's in its interpreter and compiled for two GPUs."""
+"""Fused kernels: their gradients, the choice at load, Numba's, and Triton's in its interpreter and for two GPUs."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from tests.engine.lora.test_layers import loaded
 from tests.engine.plain_kernels import PlainKernels
 from tests.engine.triton_programs import needs_triton, run_python
 from tinsmith.engine.lora import fused_layers, layers
-from tinsmith.engine.lora.elementwise import choice
+from tinsmith.engine.lora.elementwise import choice, cpu_kernels
+from tinsmith.engine.lora.elementwise.cpu_kernels import CPUKernels
 from tinsmith.engine.model import self_check
 from tinsmith.engine.model.base_model import BaseModel
 
@@ -24,6 +26,48 @@ from tinsmith.engine.model.base_model import BaseModel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_functions_over_kernels_match_operators(dtype: torch.dtype) -> None:
     fused_cases.check(PlainKernels(), torch.empty(0, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_loops_equal_operators(dtype: torch.dtype) -> None:
+    fused_cases.check(CPUKernels(), torch.empty(0, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exponentials_of_gates_are_exact(dtype: torch.dtype) -> None:
+    gate = torch.linspace(-80, 80, 32_001).to(dtype)
+    expected = torch.nn.functional.silu(gate.double())
+    actual = CPUKernels().silu_mul(gate, torch.ones_like(gate)).double()
+    torch.testing.assert_close(actual, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-30)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("number", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+def test_compiled_loops_pass_on_what_is_not_finite(number: float, dtype: torch.dtype) -> None:
+    kernels, rows, weight = CPUKernels(), torch.ones(2, 8, dtype=dtype), torch.ones(8, dtype=dtype)
+    rows[0, 3] = number
+    cos, sin = torch.ones(2, 2, 8, dtype=dtype)
+    outputs = [
+        kernels.add_norm(rows.float(), rows, weight, 1e-6, dtype)[1],
+        kernels.rotate(rows[:, None], cos, sin, None, 0.0)[:, 0],
+        kernels.rotate(rows[:, None], cos, sin, weight, 1e-6)[:, 0],
+        kernels.silu_mul(torch.ones_like(rows), rows),
+        kernels.gated_norm(rows.float(), torch.ones_like(rows), weight, 1e-6),
+    ]
+    for output in outputs:
+        assert not output[0].isfinite().all()
+        assert output[1].isfinite().all()
+
+
+def test_threads_compute_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, draw = CPUKernels(), torch.Generator().manual_seed(0)
+    inputs, addition = torch.randn(2, 1001, 65, generator=draw)
+    weight = torch.randn(65, generator=draw)
+    whole = kernels.add_norm(inputs, addition, weight, 1e-6, torch.float32)
+    monkeypatch.setattr(cpu_kernels, "LEAST_NUMBERS", 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    divided = kernels.add_norm(inputs, addition, weight, 1e-6, torch.float32)
+    torch.testing.assert_close(divided, whole, rtol=0, atol=0)
 
 
 @needs_triton
@@ -43,14 +87,38 @@ def replaced(tiny: Callable[[str], Path]) -> BaseModel:
 
 
 def use(base: BaseModel, kernels: PlainKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "kernels_on", lambda _: kernels)
+    monkeypatch.setattr(choice, "kernels_on", lambda *_: kernels)
     fused_layers.use_kernels(base)
 
 
-def test_cpu_has_no_kernels(replaced: BaseModel) -> None:
+def test_processor_uses_compiled_loops(replaced: BaseModel) -> None:
+    before = self_check.probe(replaced)
     fused_layers.use_kernels(replaced)
-    assert choice.kernels_on(replaced.device) is None
+    stack: Any = replaced.body.layers
+    assert all(isinstance(layer.mlp.kernels, CPUKernels) for layer in stack)
+    assert all(isinstance(layer, fused_layers.DecoderLayer) for layer in stack)
+    torch.testing.assert_close(self_check.probe(replaced), before, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_were_checked_are_not_computed_again(
+    replaced: BaseModel, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused_layers.use_kernels(replaced)
+    again = replace(layers.replace_layers(loaded(tiny("qwen3"))), checks=replaced.checks)
+    monkeypatch.setattr(fused_layers, "probe", lambda _: pytest.fail("computed again"))
+    fused_layers.use_kernels(again)
+    stack: Any = again.body.layers
+    assert all(isinstance(layer, fused_layers.DecoderLayer) for layer in stack)
+
+
+def test_processor_without_numba_has_no_kernels(replaced: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "find_spec", lambda _: None)
+    fused_layers.use_kernels(replaced)
     assert not any(isinstance(module, fused_layers.DecoderLayer) for module in replaced.body.modules())
+
+
+def test_other_dtypes_have_no_kernels() -> None:
+    assert choice.kernels_on(torch.device("cpu"), torch.float16) is None
 
 
 def test_kernels_of_equal_results_are_used(replaced: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +133,7 @@ def test_kernels_are_used_as_first_layers_allow(
     replaced: BaseModel, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = layers.replace_layers_as(loaded(tiny("qwen3")), replaced)
-    monkeypatch.setattr(choice, "kernels_on", lambda _: PlainKernels())
+    monkeypatch.setattr(choice, "kernels_on", lambda *_: PlainKernels())
     fused_layers.use_kernels(base, replaced)
     stack: Any = base.body.layers
     assert all(isinstance(layer, fused_layers.DecoderLayer) for layer in stack)

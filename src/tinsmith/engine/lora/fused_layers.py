@@ -1,13 +1,13 @@
-"""Fused kernels for the norms, rotations and gates of a GPU's layers, where they compute the same.
+"""Fused kernels for the norms, rotations and gates of layers, where they compute the same.
 
 A layer's residual addition and the norm after it are one kernel, so decoder layers are replaced too. What does not
-equal PyTorch's operators on this GPU leaves the model as `layers` made it.
+equal PyTorch's operators on this device leaves the model as `layers` made it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -75,11 +75,10 @@ def use_kernels(base: BaseModel, probe_base: BaseModel | None = None) -> None:
     these can have the form of DecoderLayer, all can, and only the kernels are computed here.
     """
     _use_rules(base)
-    kernels = choice.kernels_on(base.device) if base.float32_residual else None
+    kernels = choice.kernels_on(base.device, base.dtype) if base.float32_residual else None
     if kernels is None:
         return
-    stacks = [module for module in base.body.children() if isinstance(module, nn.ModuleList)]
-    originals = [(stack, number, layer) for stack in stacks for number, layer in enumerate(stack)]
+    originals = [(stack, number, layer) for stack in _stacks(base) for number, layer in enumerate(stack)]
     try:
         if probe_base is None:
             _replace(kernels, base)
@@ -106,14 +105,37 @@ def _use_rules(base: BaseModel) -> None:
 
 def _replace(kernels: fused.Kernels, base: BaseModel) -> None:
     """Let the kernels compute the base. Raises ValueError if its results are others."""
+    check = partial(_replaceable, kernels, base)
+    # A GPU is not part of what kept results depend on.
+    numbers = base.checks.result("fused layers", check) if base.device.type == "cpu" else check()
+    _install(kernels, base, numbers)
+
+
+def _replaceable(kernels: fused.Kernels, base: BaseModel) -> list[list[int]]:
+    """The numbers of each stack's layers that can have the form of DecoderLayer; leaves them so, with the kernels.
+    Raises ValueError if the base's results are others then."""
     probed = replace(base, flex_attention=False)  # not compiled yet
     expected, calls = _recorded_probe(probed)
     _check(kernels, base, calls)
-    for call in calls:
-        call.stack[call.number] = _replacement(call) or call.layer
-    _set(base, kernels)
+    replaced = [call for call in calls if _replacement(call)]
+    numbers = [[call.number for call in replaced if call.stack is stack] for stack in _stacks(base)]
+    _install(kernels, base, numbers)
     if not layers.same_hidden_states(probed, expected):
         raise ValueError("the model has other hidden states with fused kernels")
+    return numbers
+
+
+def _install(kernels: fused.Kernels, base: BaseModel, numbers: Sequence[Sequence[int]]) -> None:
+    """Let the kernels compute the base's modules, and give these layers of each stack the form of DecoderLayer."""
+    for stack, replaced in zip(_stacks(base), numbers, strict=True):
+        for number in replaced:
+            if not isinstance(stack[number], DecoderLayer):
+                stack[number] = DecoderLayer(stack[number])
+    _set(base, kernels)
+
+
+def _stacks(base: BaseModel) -> list[nn.ModuleList]:
+    return [module for module in base.body.children() if isinstance(module, nn.ModuleList)]
 
 
 def _modules(base: BaseModel) -> list[Any]:
@@ -146,8 +168,7 @@ def _recorded_probe(base: BaseModel) -> tuple[Tensor, list[_Call]]:
 
     hooks = [
         layer.register_forward_pre_hook(hook(stack, number), with_kwargs=True)
-        for stack in base.body.children()
-        if isinstance(stack, nn.ModuleList)
+        for stack in _stacks(base)
         for number, layer in enumerate(stack)
     ]
     try:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.architectures import save_tiny
 from tests.engine.device.programs import engine_on_cpu
+from tinsmith.engine.lora.elementwise import choice
 from tinsmith.engine.model import precision
 from tinsmith.engine.sampling import batch, device_sampling, sampler, token_sampling
 from tinsmith.engine.sampling.paged.attention import attend_gathered
@@ -35,7 +36,8 @@ def paged() -> Callable[..., TorchEngine]:
 
 
 @pytest.fixture
-def sums_by_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: NumPy's sums are in no record."""
+def operators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whatever is computed is PyTorch's operators: NumPy's sums and Numba's loops are in no record."""
+    monkeypatch.setattr(choice, "kernels_on", lambda *_: None)
     for module in (device_sampling, token_sampling):
         monkeypatch.setattr(module, "cumulative_sum", lambda values, dim=1: precision._by_products(values.double()))

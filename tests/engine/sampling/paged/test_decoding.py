@@ -105,9 +105,10 @@ def all_requests() -> list[SampleRequest]:
     return [sample_request(**{"seed": seed, **request}) for seed, request in enumerate(REQUESTS)]
 
 
-@pytest.mark.usefixtures("sums_by_products")
-def test_recorded_steps_give_the_tokens_of_banks(paged: Build, llama: Path, banks: TorchEngine) -> None:
+@pytest.mark.usefixtures("operators_alone")
+def test_recorded_steps_give_the_tokens_of_banks(paged: Build, llama: Path) -> None:
     """What is replayed depends on nothing that the host knew when it was recorded."""
+    banks = asyncio.run(with_versions(engine_on_cpu(llama)))
     counted = CountingCapture()
     engine = paged(llama, counted)
     asyncio.run(with_versions(engine))
@@ -130,7 +131,7 @@ def test_step_that_cannot_be_captured_is_started_each_time(
     assert caplog.text.count("cannot be a CUDA graph") == 1
 
 
-@pytest.mark.usefixtures("sums_by_products")
+@pytest.mark.usefixtures("operators_alone")
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.9, "topk_sample_logprobs": 4}], ids=["plain", "restricted"])
 def test_steps_are_the_same_operators_on_the_same_addresses(
     paged: Build, llama: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]

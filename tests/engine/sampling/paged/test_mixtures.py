@@ -53,7 +53,7 @@ async def samples(engine: TorchEngine) -> list[SampleResult]:
     return [await engine.sample(sample_request(version=version, num_samples=2, max_tokens=5)) for version in VERSIONS]
 
 
-@pytest.mark.usefixtures("sums_by_products")
+@pytest.mark.usefixtures("operators_alone")
 def test_recorded_steps_of_mixtures_give_the_same_tokens(
     paged: Build, mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,7 +66,7 @@ def test_recorded_steps_of_mixtures_give_the_same_tokens(
         assert_same_samples(actual, expected)
 
 
-@pytest.mark.usefixtures("sums_by_products")
+@pytest.mark.usefixtures("operators_alone")
 def test_steps_of_mixtures_are_the_same_operators(paged: Build, mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the same addresses, and none of them gives a value to the host."""
     signatures: list[list[tuple[Any, ...]]] = []

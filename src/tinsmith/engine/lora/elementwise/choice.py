@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -20,16 +21,20 @@ ROWS = 3
 """Positions that a check computes."""
 
 
-def kernels_on(device: torch.device) -> fused.Kernels | None:
-    """The kernels for this device, unchecked; None if there are none."""
-    if not runs_triton(device):
-        return None
-    try:
-        from tinsmith.engine.lora.elementwise import kernels  # Triton is where GPUs are
+def kernels_on(device: torch.device, dtype: torch.dtype) -> fused.Kernels | None:
+    """The kernels for a base model of this dtype on this device, unchecked; None if there are none."""
+    try:  # Triton is where GPUs are, and Numba where it has been ported to
+        if runs_triton(device):
+            from tinsmith.engine.lora.elementwise import gpu_kernels
+
+            return gpu_kernels
+        if device.type == "cpu" and dtype in TOLERANCE and find_spec("numba"):
+            from tinsmith.engine.lora.elementwise.cpu_kernels import CPUKernels
+
+            return CPUKernels()
     except Exception:
-        log.warning("Triton does not work here: training is slower without it.", exc_info=True)
-        return None
-    return kernels
+        log.warning("Fused kernels do not work here: training is slower without them.", exc_info=True)
+    return None
 
 
 def check_norm(kernels: fused.Kernels, norm: fused.Norm) -> None:

@@ -1,0 +1,7 @@
+"""What the engine uses of Numba: compiled functions take and return what their callers make of it."""
+
+from typing import Any
+
+types: Any
+
+def njit(**settings: Any) -> Any: ...
