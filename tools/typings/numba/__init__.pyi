@@ -2,6 +2,7 @@
 
 from typing import Any
 
+config: Any
 types: Any
 
 def njit(**settings: Any) -> Any: ...

@@ -2,8 +2,8 @@
 
 PyTorch's operators make several passes over memory for a norm, a rotation or a gate, and each of many small ones takes
 microseconds. Compiled loops compute in float32 and round once, whatever the dtypes of inputs and outputs. They release
-Python's lock; rows are divided among as many threads as PyTorch uses in the calling thread. Machine code is kept in
-Numba's cache, so that it is compiled once for a machine.
+Python's lock; rows are divided among as many threads as PyTorch uses in the calling thread. Machine code is kept in the
+cache folder, so that it is compiled once for a machine.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
+from numba import config, njit
 from torch import Tensor
 
+from tinsmith.engine.config import cache_folder
 from tinsmith.engine.lora.elementwise.cpu_pointers import exp, load, place, pointer, store
 
+config.CACHE_DIR = config.CACHE_DIR or str(cache_folder() / "numba")  # $NUMBA_CACHE_DIR goes first
 LEAST_NUMBERS = 1 << 16
 """Numbers that a thread computes at least: fewer take less time than it takes to start one."""
 compiled: Callable[..., Any] = njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
