@@ -25,7 +25,7 @@ from tinsmith.engine.config import EngineConfig, cache_folder
 log = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "transformers", "numpy", "numba")
-ENVIRONMENT = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "TORCH")
+ENVIRONMENT = ("ATEN_", "DNNL_", "MKL_", "NUMBA_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "TORCH")
 """Prefixes of variables that choose kernels."""
 MAX_FILES = 256
 """Files that are kept; the oldest are deleted first."""

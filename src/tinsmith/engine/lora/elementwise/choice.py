@@ -1,4 +1,4 @@
-"""The choice of fused kernels on a GPU, and their check against PyTorch's operators at a model's own widths."""
+"""The choice of fused kernels for a device, and their check against PyTorch's operators at a model's own widths."""
 
 from __future__ import annotations
 

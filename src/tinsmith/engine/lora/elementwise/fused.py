@@ -1,7 +1,7 @@
 """Norms, rotations and gates by fused kernels, with gradients of the inputs; weights are frozen.
 
 Each is one kernel forward and one backward. They save what `operators` saves, except that a norm of heads saves its
-inputs in place of its outputs. Everything works without Triton, which only the kernels need.
+inputs in place of its outputs. Everything works without Triton and Numba, which only the kernels need.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing_extensions import override
 
 
 class Kernels(Protocol):
-    """What a GPU computes in one launch each: inputs and outputs are [..., D], contiguous unless noted."""
+    """What a GPU computes in one launch each, and a CPU in one loop: inputs and outputs are [..., D], contiguous unless
+    noted."""
 
     def add_norm(
         self, inputs: Tensor, addition: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
