@@ -33,7 +33,7 @@ def kernels_on(device: torch.device, dtype: torch.dtype) -> fused.Kernels | None
 
             return CPUKernels()
     except Exception:
-        log.warning("Fused kernels do not work here: training is slower without them.", exc_info=True)
+        log.warning("Fused kernels do not work here: training and sampling are slower without them.", exc_info=True)
     return None
 
 
