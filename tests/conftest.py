@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck
@@ -33,8 +37,29 @@ sdk_faults.keep_cancellations()
 # A shell that starts the tests in the background has them ignore Ctrl-C, and with them each program that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# SDK clients outlive the servers of their tests and would warn of failed heartbeats in the logs of later tests.
+# SDK clients outlive the servers of their tests and would warn of failed requests in the logs of later tests.
 logging.getLogger("tinker.lib.internal_client_holder").setLevel(logging.ERROR)
+logging.getLogger("tinker.lib.telemetry").setLevel(logging.ERROR)
+
+
+def _parse_in_one_thread_at_a_time() -> None:
+    """Before 3.11.8, `ast.parse` raises SystemError if another thread parses meanwhile, as it does to show a traceback.
+
+    The depth of recursion is counted for all threads together (python/cpython issue 106905), and a garbage collection
+    while the tree is made can let another thread go on.
+    """
+    lock, parse = threading.RLock(), ast.parse
+
+    @functools.wraps(parse)
+    def locked(*args: Any, **options: Any) -> ast.AST:
+        with lock:
+            return parse(*args, **options)
+
+    ast.parse = locked
+
+
+if sys.version_info < (3, 11, 8):
+    _parse_in_one_thread_at_a_time()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
