@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests.engine.sampling.test_kv_cache import SHAPE, prefilled
 from tinsmith.engine.model.attention_rule import AttentionRule
-from tinsmith.engine.sampling.decode import DecodeAttention
+from tinsmith.engine.sampling.decode import AttentionLoop, DecodeAttention, attention_loop
 from tinsmith.engine.sampling.kv_cache import CacheRow, KVCache
 
 
-def assert_attention(rows: list[CacheRow], pasts: list[Tensor]) -> None:
+@pytest.fixture(params=["products", "loop"])
+def loop(request: pytest.FixtureRequest) -> AttentionLoop | None:
+    """The compiled loop, or None for products."""
+    if request.param == "products":
+        return None
+    compiled = attention_loop(SHAPE)
+    assert compiled is not None
+    return compiled
+
+
+def assert_attention(rows: list[CacheRow], pasts: list[Tensor], loop: AttentionLoop | None) -> None:
     """Compare a step of two layers with the definition; `pasts` [1, heads, N, width] are the rows' keys and values."""
     query, new = torch.randn(1, 4, len(rows), 4), torch.randn(1, 2, len(rows), 4)
     lengths = [row.length for row in rows]
-    context = DecodeAttention(rows)
+    context = DecodeAttention(rows, loop)
     for layer in range(2):
         result = context.attend(layer, query, new, new, AttentionRule(0.5))
         for number, past in enumerate(pasts):
@@ -26,14 +37,14 @@ def assert_attention(rows: list[CacheRow], pasts: list[Tensor]) -> None:
     assert [row.length for row in rows] == [length + 1 for length in lengths]
 
 
-def test_decode_attends_to_own_row_and_new_token() -> None:
+def test_decode_attends_to_own_row_and_new_token(loop: AttentionLoop | None) -> None:
     torch.manual_seed(0)
     cache = KVCache(SHAPE)
     pasts = [torch.randn(1, 2, length, 4) for length in (3, 200, 7)]
-    assert_attention([cache.insert(prefilled([(past, past)] * 2), past.shape[2]) for past in pasts], pasts)
+    assert_attention([cache.insert(prefilled([(past, past)] * 2), past.shape[2]) for past in pasts], pasts, loop)
 
 
-def test_decode_reads_shared_prefixes() -> None:
+def test_decode_reads_shared_prefixes(loop: AttentionLoop | None) -> None:
     torch.manual_seed(0)
     cache = KVCache(SHAPE)
     first, second, third, fourth = (torch.randn(1, 2, length, 4) for length in (80, 20, 9, 200))
@@ -55,38 +66,38 @@ def test_decode_reads_shared_prefixes() -> None:
     ]
     assert [row.position for row in rows] == [80, 9, 20, 200, 80, 200, 20, 200]
     pasts = [first, third, second, fourth, first, fourth, second, fourth]
-    assert_attention(rows, pasts)
+    assert_attention(rows, pasts, loop)
     rows = [cache.ensure_space(row) for row in rows]
     assert [row.position for row in rows] == [81, 10, 21, 201, 81, 201, 21, 201]
     cache.remove(rows.pop(0))
     del pasts[0]
     for row in rows:  # undo the last step, whose token differs in each row
         row.length -= 1
-    assert_attention(rows, pasts)
+    assert_attention(rows, pasts, loop)
 
 
-def test_nan_in_one_row_does_not_reach_others() -> None:
+def test_nan_in_one_row_does_not_reach_others(loop: AttentionLoop | None) -> None:
     torch.manual_seed(0)
     cache = KVCache(SHAPE)
     prompts = [torch.randn(1, 2, length, 4) for length in (80, 300)]
     prefixes = [cache.insert_shared_prefix(prefilled([(part, part)] * 2), 2) for part in prompts]
     rows = [cache.insert_after(prefix, 64) for prefix in (*prefixes, *prefixes)]
     query, new = torch.randn(1, 4, 4, 4), torch.randn(1, 2, 4, 4)
-    expected = [DecodeAttention(rows).attend(layer, query, new, new, AttentionRule(0.5)) for layer in range(2)]
+    expected = [DecodeAttention(rows, loop).attend(layer, query, new, new, AttentionRule(0.5)) for layer in range(2)]
     query[:, :, 1::2] = new[:, :, 1::2] = float("nan")
     for layer in range(2):
-        actual = DecodeAttention(rows).attend(layer, query, new, new, AttentionRule(0.5))
+        actual = DecodeAttention(rows, loop).attend(layer, query, new, new, AttentionRule(0.5))
         torch.testing.assert_close(actual[:, ::2], expected[layer][:, ::2])
         assert bool(actual[:, 1::2].isnan().all())
 
 
-def test_row_with_shared_prefix_copies_its_whole_past() -> None:
+def test_row_with_shared_prefix_copies_its_whole_past(loop: AttentionLoop | None) -> None:
     torch.manual_seed(0)
     cache = KVCache(SHAPE)
     prompt = torch.randn(1, 2, 70, 4)
     rows = [cache.insert_after(cache.insert_shared_prefix(prefilled([(prompt, prompt)] * 2), 1), 64)]
     query, new = torch.randn(1, 4, 1, 4), torch.randn(1, 2, 1, 4)
-    context = DecodeAttention(rows)
+    context = DecodeAttention(rows, loop)
     for layer in range(2):
         context.attend(layer, query, new, new, AttentionRule(0.5))
     context.advance()

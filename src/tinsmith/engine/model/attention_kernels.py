@@ -28,6 +28,15 @@ def needs_products(rule: AttentionRule, device: torch.device) -> bool:
     return rule.softcap is not None or (rule.sinks is not None and device.type != "cpu")
 
 
+def products_are_faster(dtype: torch.dtype, device: torch.device, *, backward: bool) -> bool:
+    """Whether products are faster than PyTorch's flash kernel for CPUs, with a backward or without one.
+
+    In bfloat16 the kernel's backward takes two to five times as long as theirs, and its forward a third to two thirds
+    where there is AMX, more where there is not (benchmarks/NOTES.md).
+    """
+    return device.type == "cpu" and dtype == torch.bfloat16 and (backward or not torch.cpu._is_amx_tile_supported())
+
+
 def causal_mask(queries: int, keys: int) -> np.ndarray:
     """bool [queries, M]: whether the last queries of a sequence see its last M keys; all of them see earlier keys."""
     # Adding a mask to whole rows of scores is faster than to their ends.

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,27 +17,45 @@ from torch import Tensor
 from tinsmith.engine.model import packing
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.self_check import probe_tree
-from tinsmith.engine.sampling.decode import DecodeAttention, step_context
-from tinsmith.engine.sampling.kv_cache import RowCache
-from tinsmith.engine.sampling.paged.attention import AttendPages, PagedAttention
+from tinsmith.engine.sampling.decode import AttentionLoop, DecodeAttention, step_context
+from tinsmith.engine.sampling.kv_cache import KVCache, RowCache
 from tinsmith.engine.sampling.prefill import PrefilledPrompt, Prompt, prefill_pass
 from tinsmith.engine.sampling.prefixes.cache import PrefixMatch
 from tinsmith.errors import Unsupported
+
+log = logging.getLogger(__name__)
 
 STEPS = 2
 """Tokens of each row that are decoded one by one."""
 
 
+def check_banks(base: BaseModel, kv_cache: KVCache, loop: AttentionLoop | None) -> AttentionLoop | None:
+    """Check decoding in an empty cache, as `check`. Returns the loop, or None if decoding is right without it alone."""
+
+    def works() -> bool:
+        try:
+            check(base, partial(DecodeAttention, loop=loop), kv_cache)
+        except Unsupported as error:
+            if loop is None:
+                raise
+            log.warning("The compiled loop for attention does not work here; decoding is slower. %s", error)
+            check(base, DecodeAttention, kv_cache)
+            return False
+        return True
+
+    return loop if base.checks.result("decoding", works) else None
+
+
 @torch.no_grad()
-def check(base: BaseModel, kv_cache: RowCache, attend_pages: AttendPages | None = None) -> None:
+def check(base: BaseModel, attention: Callable[[list[Any]], Any], kv_cache: RowCache) -> None:
     """Decode the last tokens of two rows with a common prefix in an empty cache. Raises Unsupported if they differ.
 
-    `attend_pages` is for a cache of pages.
+    `attention` makes the context of a step from rows of the cache.
     """
     tree = probe_tree(base)
     rows = [torch.as_tensor(tree.tokens[path], device=base.device) for _, path in sorted(tree.index.items())]
     try:
-        actual, expected = (hidden.float() for hidden in _decoded(base, kv_cache, rows, attend_pages))
+        actual, expected = (hidden.float() for hidden in _decoded(base, attention, kv_cache, rows))
     except Exception as error:
         raise _refusal(base, f"{type(error).__name__}: {error}") from error
     difference = float((actual - expected).abs().mean() / expected.std().clamp(min=1e-6))
@@ -44,7 +65,7 @@ def check(base: BaseModel, kv_cache: RowCache, attend_pages: AttendPages | None 
 
 
 def _decoded(
-    base: BaseModel, kv_cache: Any, rows: list[Tensor], attend_pages: AttendPages | None
+    base: BaseModel, attention: Callable[[list[Any]], Any], kv_cache: Any, rows: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Hidden states [rows, STEPS, D] of the last tokens of each row: decoded, and as a prefill of the whole rows
     computes them. Leaves the cache empty."""
@@ -52,17 +73,13 @@ def _decoded(
     steps = []
     try:
         for step in range(-STEPS, 0):
-            attention: Any = (
-                DecodeAttention(cached)
-                if attend_pages is None
-                else PagedAttention.of_rows(kv_cache, attend_pages, cached)
-            )
+            context = attention(cached)
             hidden = base.hidden(
                 torch.stack([row[step] for row in rows]),
                 torch.tensor([row.position for row in cached], device=base.device),
-                step_context(attention, base.recurrent, kv_cache.states),
+                step_context(context, base.recurrent, kv_cache.states),
             )
-            attention.advance()
+            context.advance()
             steps.append(hidden)
     finally:
         for cache_row in reversed(cached):

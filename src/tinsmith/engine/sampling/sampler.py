@@ -53,7 +53,7 @@ class TorchSampler:
         )
         self.batch: RunningBatch = batch or RunningBatch(base, head, active, self._scheduler, attend_pages)
         if batch is None and attend_pages is None:  # pages are checked where they are chosen
-            base.checks.result("decoding", lambda: decode_check.check(base, self.batch.kv_cache))
+            self.batch.attention_loop = decode_check.check_banks(base, self.batch.kv_cache, self.batch.attention_loop)
         self._waiting: list[SampleJob] = []
         self._loop: asyncio.Task[None] | None = None
 

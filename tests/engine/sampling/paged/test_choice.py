@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from tinsmith.engine.model.attention_rule import AttentionRule
 from tinsmith.engine.sampling import decode_check
 from tinsmith.engine.sampling.kv_cache import cache_shape
 from tinsmith.engine.sampling.paged import choice
-from tinsmith.engine.sampling.paged.attention import attend_gathered
+from tinsmith.engine.sampling.paged.attention import PagedAttention, attend_gathered
 from tinsmith.engine.sampling.paged.pages import PagedCache
 from tinsmith.engine.torch_engine import TorchEngine
 from tinsmith.errors import Unsupported
@@ -37,10 +38,10 @@ def base(paged: Callable[..., TorchEngine], llama: Path) -> Any:
 
 def test_check_of_decoding_takes_pages(base: Any) -> None:
     cache = PagedCache(cache_shape(base), 0)
-    decode_check.check(base, cache, attend_gathered)
+    decode_check.check(base, partial(PagedAttention.of_rows, cache, attend_gathered), cache)
     assert cache.tokens == 0
     with pytest.raises(Unsupported, match="does not continue rows from the cache exactly"):
-        decode_check.check(base, cache, attend_wrongly)
+        decode_check.check(base, partial(PagedAttention.of_rows, cache, attend_wrongly), cache)
 
 
 def test_states_and_latents_keep_banks(base: Any) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from tinsmith.engine.cpu.arguments import has_loops
 from tinsmith.engine.lora.elementwise import fused, operators
 from tinsmith.engine.triton_support import runs_triton
 
@@ -23,12 +23,12 @@ ROWS = 3
 
 def kernels_on(device: torch.device, dtype: torch.dtype) -> fused.Kernels | None:
     """The kernels for a base model of this dtype on this device, unchecked; None if there are none."""
-    try:  # Triton is where GPUs are, and Numba where it has been ported to
+    try:  # Triton is where GPUs are
         if runs_triton(device):
             from tinsmith.engine.lora.elementwise import gpu_kernels
 
             return gpu_kernels
-        if device.type == "cpu" and dtype in TOLERANCE and find_spec("numba"):
+        if has_loops(device, dtype):
             from tinsmith.engine.lora.elementwise.cpu_kernels import CPUKernels
 
             return CPUKernels()

@@ -1,7 +1,8 @@
 """`fused.Kernels` for CPUs: compiled loops over rows of numbers that are read and written once.
 
 PyTorch's operators make several passes over memory for a norm, a rotation or a gate, and each of many small ones takes
-microseconds. The loops are `cpu_loops`; rows are divided among as many threads as PyTorch uses in the calling thread.
+microseconds. The loops are `engine.cpu.loops`; rows are divided among as many threads as PyTorch uses in the calling
+thread.
 """
 
 from __future__ import annotations
@@ -13,20 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinsmith.engine.lora.elementwise import cpu_loops
+from tinsmith.engine.cpu import loops
+from tinsmith.engine.cpu.arguments import address
 
 LEAST_NUMBERS = 1 << 16
 """Numbers that a thread computes at least: fewer take less time than it takes to start one."""
-_KINDS = {torch.float32: float, torch.bfloat16: int}
-
-
-def address(tensor: Tensor) -> float:
-    """The address of a tensor's numbers for a loop: a float if they are float32, an int if they are bfloat16.
-
-    The types of its arguments choose a loop's machine code, and Python's own are the fastest to recognize. A double
-    holds an address of up to 53 bits, and those of programs have at most 48 unless they ask for more.
-    """
-    return _KINDS[tensor.dtype](tensor.data_ptr())
 
 
 class CPUKernels:
@@ -44,10 +36,10 @@ class CPUKernels:
         inverse_rms = inputs.new_empty(inputs.shape[:-1], dtype=torch.float32)
         outputs = (address(weight), address(normed), address(inverse_rms), columns, eps)
         if addition is None:
-            self._run(cpu_loops.norm_rows, rows, columns, address(inputs), *outputs)
+            self._run(loops.norm_rows, rows, columns, address(inputs), *outputs)
             return None, normed, inverse_rms
         total = torch.empty_like(inputs, dtype=torch.promote_types(inputs.dtype, addition.dtype))
-        self._run(cpu_loops.add_norm_rows, rows, columns, address(inputs), address(addition), address(total), *outputs)
+        self._run(loops.add_norm_rows, rows, columns, address(inputs), address(addition), address(total), *outputs)
         return total, normed, inverse_rms
 
     def add_norm_backward(
@@ -69,7 +61,7 @@ class CPUKernels:
         grad = torch.empty_like(normed_grad, dtype=dtype)
         narrow = None if addition_dtype in (None, dtype) else torch.empty_like(grad, dtype=addition_dtype)
         self._run(
-            cpu_loops.norm_backward_rows,
+            loops.norm_backward_rows,
             rows,
             columns,
             address(normed_grad),
@@ -90,36 +82,36 @@ class CPUKernels:
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         """See `fused.Kernels`."""
         if weight is None:
-            return self._rotate(cpu_loops.rotate_rows, heads, cos, sin, 1.0)
-        return self._rotate(cpu_loops.norm_rotate_rows, heads, cos, sin, address(weight), eps)
+            return self._rotate(loops.rotate_rows, heads, cos, sin, 1.0)
+        return self._rotate(loops.norm_rotate_rows, heads, cos, sin, address(weight), eps)
 
     def rotate_backward(
         self, grads: Tensor, heads: Tensor | None, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float
     ) -> Tensor:
         """See `fused.Kernels`."""
         if weight is None or heads is None:
-            return self._rotate(cpu_loops.rotate_rows, grads, cos, sin, -1.0)
+            return self._rotate(loops.rotate_rows, grads, cos, sin, -1.0)
         inputs = (address(heads), *heads.stride()[:2], address(weight), eps)
-        return self._rotate(cpu_loops.norm_rotate_backward_rows, grads, cos, sin, *inputs)
+        return self._rotate(loops.norm_rotate_backward_rows, grads, cos, sin, *inputs)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """See `fused.Kernels`."""
         output = torch.empty_like(gate)
-        self._run(cpu_loops.silu_mul_numbers, gate.numel(), 1, address(gate), address(up), address(output))
+        self._run(loops.silu_mul_numbers, gate.numel(), 1, address(gate), address(up), address(output))
         return output
 
     def silu_mul_backward(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         """See `fused.Kernels`."""
         gate_grad, up_grad = torch.empty_like(gate), torch.empty_like(up)
         tensors = (grad, gate, up, gate_grad, up_grad)
-        self._run(cpu_loops.silu_mul_backward_numbers, gate.numel(), 1, *map(address, tensors))
+        self._run(loops.silu_mul_backward_numbers, gate.numel(), 1, *map(address, tensors))
         return gate_grad, up_grad
 
     def gated_norm(self, inputs: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `fused.Kernels`."""
         output, columns = torch.empty_like(gate), gate.shape[-1]
         tensors = map(address, (inputs, gate, weight, output))
-        self._run(cpu_loops.gated_norm_rows, gate.numel() // columns, columns, *tensors, columns, eps)
+        self._run(loops.gated_norm_rows, gate.numel() // columns, columns, *tensors, columns, eps)
         return output
 
     def gated_norm_backward(
@@ -128,7 +120,7 @@ class CPUKernels:
         """See `fused.Kernels`."""
         inputs_grad, gate_grad, columns = torch.empty_like(inputs), torch.empty_like(gate), gate.shape[-1]
         tensors = map(address, (grad, inputs, gate, weight, inputs_grad, gate_grad))
-        self._run(cpu_loops.gated_norm_backward_rows, gate.numel() // columns, columns, *tensors, columns, eps)
+        self._run(loops.gated_norm_backward_rows, gate.numel() // columns, columns, *tensors, columns, eps)
         return inputs_grad, gate_grad
 
     def _rotate(self, loop: Callable[..., None], heads: Tensor, cos: Tensor, sin: Tensor, *arguments: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 
@@ -14,7 +15,7 @@ from tinsmith.engine.model.support import is_expert_stack
 from tinsmith.engine.sampling import decode_check
 from tinsmith.engine.sampling.capacity import PAGE_TOKENS
 from tinsmith.engine.sampling.kv_cache import cache_shape
-from tinsmith.engine.sampling.paged.attention import AttendPages, attend_gathered
+from tinsmith.engine.sampling.paged.attention import AttendPages, PagedAttention, attend_gathered
 from tinsmith.engine.sampling.paged.pages import PagedCache
 from tinsmith.engine.sampling.paged.step import Capture, cuda_capture
 from tinsmith.engine.triton_support import runs_triton
@@ -31,7 +32,8 @@ def page_attention(base: BaseModel) -> AttendPages | None:
 
         attend_pages: AttendPages = attention_kernel.attend_in_place
         check(attend_pages, base.device, base.dtype)
-        decode_check.check(base, PagedCache(cache_shape(base), 0), attend_pages)
+        cache = PagedCache(cache_shape(base), 0)
+        decode_check.check(base, partial(PagedAttention.of_rows, cache, attend_pages), cache)
     except Exception:
         log.warning("The kernel for paged attention does not work here; decoding is slower.", exc_info=True)
         return None

@@ -1,4 +1,4 @@
-"""Norms, rotations and gates as loops that Numba compiles, over numbers in float32 or bfloat16.
+"""Norms, rotations, gates and the attention of decoding as loops that Numba compiles, over float32 or bfloat16.
 
 Loops compute in float32 whatever is in memory, and round once, to the nearest and then to even. They release Python's
 lock. Arguments that are tensors are addresses (`pointer`), and rows from `first` to before `last` are computed. Machine
@@ -9,6 +9,7 @@ unchanged, so all that is compiled is here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -339,3 +340,158 @@ def gated_norm_backward_rows(first, last, grad, inputs, gate, weight, inputs_gra
         along *= factor * factor / np.float32(columns)
         for i in range(columns):
             store(inputs_grad, start + i, (weighted[i] - load(inputs, start + i) * along) * factor)
+
+
+@compiled
+def exponentials(numbers, largest):
+    """e^(x - largest), in place."""
+    for i in range(len(numbers)):
+        numbers[i] = exp(numbers[i] - largest)
+
+
+@summing
+def softmax(numbers):
+    """The softmax of numbers, in place."""
+    largest, total = numbers[0], np.float32(0)
+    for i in range(len(numbers)):
+        largest = max(largest, numbers[i])
+    exponentials(numbers, largest)
+    for i in range(len(numbers)):
+        total += numbers[i]
+    inverse = np.float32(1) / total
+    for i in range(len(numbers)):
+        numbers[i] *= inverse
+
+
+@njit(inline="always")
+def score(query: Any, keys: Any, start: Any, count: Any, scores: Any, width: Any) -> None:
+    """scores[k] = query . keys[k], of four keys at a time."""
+    k = 0
+    while k + 4 <= count:
+        at = start + k * width
+        sum0, sum1, sum2, sum3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+        for i in range(width):
+            number = query[i]
+            sum0 += number * load(keys, at + i)
+            sum1 += number * load(keys, at + width + i)
+            sum2 += number * load(keys, at + 2 * width + i)
+            sum3 += number * load(keys, at + 3 * width + i)
+        scores[k], scores[k + 1], scores[k + 2], scores[k + 3] = sum0, sum1, sum2, sum3
+        k += 4
+    while k < count:
+        total = np.float32(0)
+        for i in range(width):
+            total += query[i] * load(keys, start + k * width + i)
+        scores[k] = total
+        k += 1
+
+
+@njit(inline="always")
+def weigh(output: Any, values: Any, start: Any, count: Any, probs: Any, width: Any, stride: Any) -> None:
+    """output += sum of probs[k] values[k], of eight values at a time, `stride` numbers apart."""
+    k = 0
+    while k + 8 <= count:
+        at = start + k * stride
+        p0, p1, p2, p3, p4, p5, p6, p7 = (
+            probs[k], probs[k + 1], probs[k + 2], probs[k + 3], probs[k + 4], probs[k + 5], probs[k + 6], probs[k + 7]
+        )  # fmt: skip
+        for i in range(width):
+            output[i] += (
+                p0 * load(values, at + i)
+                + p1 * load(values, at + stride + i)
+                + p2 * load(values, at + 2 * stride + i)
+                + p3 * load(values, at + 3 * stride + i)
+                + p4 * load(values, at + 4 * stride + i)
+                + p5 * load(values, at + 5 * stride + i)
+                + p6 * load(values, at + 6 * stride + i)
+                + p7 * load(values, at + 7 * stride + i)
+            )
+        k += 8
+    while k < count:
+        for i in range(width):
+            output[i] += probs[k] * load(values, start + k * stride + i)
+        k += 1
+
+
+@njit(inline="always")
+def unseen(lengths: Any, row: Any, part: Any, window: Any) -> tuple[Any, Any]:
+    """How many tokens a row has before one of its parts, and how many of the part are before the window, if it is not
+    0."""
+    before = lengths[row, :part].sum()
+    hidden = lengths[row].sum() - window - before if window else 0
+    return before, min(max(0, hidden), lengths[row, part])
+
+
+@njit(inline="always")
+def copy(target: Any, target_start: Any, source: Any, source_start: Any, count: Any) -> None:
+    """Copy numbers as they are."""
+    for i in range(count):
+        target[target_start + i] = source[source_start + i]
+
+
+@njit(inline="always")
+def read(rows: Any, start: Any, factor: Any, numbers: Any) -> None:
+    """Fill rows with numbers times a factor."""
+    width = rows.shape[1]
+    for row in range(len(rows)):
+        for i in range(width):
+            rows[row, i] = load(numbers, start + row * width + i) * np.float32(factor)
+
+
+@njit(inline="always")
+def write(rows: Any, start: Any, numbers: Any) -> None:
+    """Store rows."""
+    width = rows.shape[1]
+    for row in range(len(rows)):
+        for i in range(width):
+            store(numbers, start + row * width + i, rows[row, i])
+
+
+@cache
+def attention_loop(key_width: int, value_width: int, value_stride: int) -> Callable[..., None]:
+    """The loop for decoding with tokens of these widths, which are constants in its machine code: that halves its time.
+    Each token's values are `value_stride` numbers after the last one's, more than their width if they are parts of
+    its key."""
+
+    @summing
+    def attend_rows(layer, queries, new_keys, new_values, outputs, addresses, layer_bytes, capacities, lengths,
+                    heads, group, scale, window):  # fmt: skip
+        """Attention of a new token of each row of the KV cache, which is written to the last of the row's parts.
+
+        queries [rows, heads group, key_width], new_keys and new_values [rows, heads, width] -> outputs [rows, heads
+        group, value_width]. Of the parts: addresses [rows, parts, 2] of keys and values in layer 0, their bytes from
+        one layer to the next, and int64 [rows, parts]: capacities and lengths in tokens, with the new one. A token sees
+        all that there is, or if `window` is not 0, as many at the end.
+        """
+        queries, outputs = pointer(queries), pointer(outputs)
+        new_keys, new_values, parts = pointer(new_keys), pointer(new_values), lengths.shape[1]
+        query, output = np.empty((group, key_width), np.float32), np.empty((group, value_width), np.float32)
+        scores = np.empty((group, lengths.sum(axis=1).max()), np.float32)
+        for source in range(len(lengths) * heads):
+            row, head = source // heads, source % heads
+            read(query, source * group * key_width, scale, queries)
+            for part in range(parts):
+                keys = pointer(addresses[row, part, 0] + layer * layer_bytes[row, part, 0])
+                start, count = head * capacities[row, part] * key_width, lengths[row, part]
+                if part == parts - 1:
+                    copy(keys, start + (count - 1) * key_width, new_keys, source * key_width, key_width)
+                before, hidden = unseen(lengths, row, part, window)
+                for g in range(group):
+                    line, at = scores[g, before + hidden :], start + hidden * key_width
+                    score(query[g], keys, at, count - hidden, line, key_width)
+            total = lengths[row].sum()
+            for g in range(group):
+                softmax(scores[g, max(0, total - window) if window else 0 : total])
+                output[g] = query[g, 0] * np.float32(0)  # NaN if the query is, which `exp` hides
+            for part in range(parts):
+                values = pointer(addresses[row, part, 1] + layer * layer_bytes[row, part, 1])
+                start, count = head * capacities[row, part] * value_stride, lengths[row, part]
+                if part == parts - 1 and value_width == value_stride:
+                    copy(values, start + (count - 1) * value_width, new_values, source * value_width, value_width)
+                before, hidden = unseen(lengths, row, part, window)
+                for g in range(group):
+                    probs, at = scores[g, before + hidden :], start + hidden * value_stride
+                    weigh(output[g], values, at, count - hidden, probs, value_width, value_stride)
+            write(output, source * group * value_width, outputs)
+
+    return attend_rows
