@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.engine.sampling.test_kv_cache import SHAPE, prefilled
 from tinsmith.engine.model.attention_rule import AttentionRule
+from tinsmith.engine.sampling import decode
 from tinsmith.engine.sampling.decode import AttentionLoop, DecodeAttention, attention_loop
 from tinsmith.engine.sampling.kv_cache import CacheRow, KVCache
 
@@ -120,3 +123,65 @@ def test_shared_prefix_is_freed_with_its_last_reader() -> None:
         assert prefix.bank.rows == [prefix]
         cache.remove(row)
     assert cache.tokens == 0
+
+
+KINDS = {
+    "bfloat16": replace(SHAPE, dtype=torch.bfloat16),
+    "other width of values": replace(SHAPE, key_width=9, value_width=5),
+    "latents": replace(SHAPE, heads=1, key_width=9, value_width=0, latent_width=7),
+}
+
+
+@pytest.mark.parametrize("window", [None, 3, 30])
+@pytest.mark.parametrize("kind", KINDS)
+def test_loop_computes_what_products_do(kind: str, window: int | None) -> None:
+    torch.manual_seed(0)
+    shape, cache = KINDS[kind], KVCache(KINDS[kind])
+    rule = AttentionRule(0.5, window=window)
+
+    def tokens(count: int) -> tuple[Tensor, Tensor]:
+        sizes = (1, shape.heads, count)
+        keys, values = (torch.randn(*sizes, width).to(shape.dtype) for width in (shape.key_width, shape.value_width))
+        return keys, values
+
+    prefix = cache.insert_shared_prefix(prefilled([tokens(20)] * 2), 2)
+    rows = [
+        cache.insert_after(prefix, 64),
+        cache.insert(prefilled([tokens(40)] * 2), 64),
+        cache.insert_after(prefix, 64),
+    ]
+    for _ in range(3):
+        query = torch.randn(1, 2 * shape.heads, 3, shape.key_width).to(shape.dtype)
+        key, value = tokens(3)
+        value = key[..., : shape.latent_width] if shape.latent_width else value
+        contexts = [DecodeAttention(rows, compiled) for compiled in (None, attention_loop(shape))]
+        for layer in range(2):
+            expected, actual = (context.attend(layer, query, key, value, rule).float() for context in contexts)
+            tolerance = 1e-5 if shape.dtype == torch.float32 else 2e-2
+            torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+        contexts[1].advance()
+
+
+@pytest.mark.parametrize("rule", [AttentionRule(0.5, softcap=2.0), AttentionRule(0.5, sinks=torch.zeros(4))])
+def test_loop_leaves_other_rules_to_products(rule: AttentionRule) -> None:
+    rows = [KVCache(SHAPE).insert(prefilled([(torch.randn(1, 2, 5, 4),) * 2] * 2), 64)]
+    query, new = torch.randn(1, 4, 1, 4), torch.randn(1, 2, 1, 4)
+    expected = DecodeAttention(rows).attend(0, query, new, new, rule)
+    torch.testing.assert_close(DecodeAttention(rows, refuse).attend(0, query, new, new, rule), expected)
+
+
+def test_large_steps_are_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KVCache(SHAPE)
+    rows = [cache.insert(prefilled([(torch.randn(1, 2, 5, 4),) * 2] * 2), 64) for _ in range(2)]
+    query, new = torch.randn(1, 4, 2, 4), torch.randn(1, 2, 2, 4)
+    numbers = 2 * (5 + 1) * SHAPE.heads * (SHAPE.key_width + SHAPE.value_width)
+    monkeypatch.setattr(decode, "MAX_LOOP_NUMBERS", numbers)
+    with pytest.raises(ZeroDivisionError):
+        DecodeAttention(rows, refuse).attend(0, query, new, new, AttentionRule(0.5))
+    monkeypatch.setattr(decode, "MAX_LOOP_NUMBERS", numbers - 1)
+    DecodeAttention(rows, refuse).attend(0, query, new, new, AttentionRule(0.5))
+
+
+def refuse(*_: object) -> None:
+    """A loop that cannot compute anything."""
+    raise ZeroDivisionError

@@ -10,7 +10,7 @@ import pytest
 
 from tests.architectures import save_tiny
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.sampling import state_bank
+from tinsmith.engine.sampling import batch, state_bank
 from tinsmith.engine.sampling.decode import DecodeAttention
 from tinsmith.errors import Unsupported
 
@@ -44,3 +44,16 @@ def test_cache_whose_rows_do_not_grow_is_refused(folder: Path, monkeypatch: pyte
     monkeypatch.setattr(DecodeAttention, "advance", lambda _: None)
     with pytest.raises(Unsupported, match="does not continue rows from the cache exactly"):
         build(folder)
+
+
+def test_loop_that_fails_is_not_used(
+    folder: Path, wait: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(batch, "attention_loop", lambda _: fail)
+    engine = build(folder)
+    assert engine.sampler.batch.attention_loop is None
+    assert "The compiled loop for attention does not work here" in caplog.text
+    wait(engine.close())

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad, softplus
 
 from tinsmith.engine.model.attention_rule import AttentionRule
+from tinsmith.engine.model.precision import has_amx
 
 MAX_SAVED_KEYS = 256
 """`batched_attention` saves the probabilities of calls over up to this many keys."""
@@ -34,7 +35,7 @@ def products_are_faster(dtype: torch.dtype, device: torch.device, *, backward: b
     In bfloat16 the kernel's backward takes two to five times as long as theirs, and its forward a third to two thirds
     where there is AMX, more where there is not (benchmarks/NOTES.md).
     """
-    return device.type == "cpu" and dtype == torch.bfloat16 and (backward or not torch.cpu._is_amx_tile_supported())
+    return device.type == "cpu" and dtype == torch.bfloat16 and (backward or not has_amx())
 
 
 def causal_mask(queries: int, keys: int) -> np.ndarray:

@@ -155,7 +155,7 @@ class _BankStep:
 
 @dataclass(frozen=True, slots=True)
 class _LoopStep:
-    """A step that the compiled loop computes, of whose rows the arrays tell: see `loops.attention_loop`."""
+    """A step that the compiled loop computes. The arrays describe its rows: see `loops.attention_loop`."""
 
     shape: CacheShape
     loop: AttentionLoop

@@ -18,7 +18,7 @@ from tinsmith.engine.model import packing
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.self_check import probe_tree
 from tinsmith.engine.sampling.decode import AttentionLoop, DecodeAttention, step_context
-from tinsmith.engine.sampling.kv_cache import KVCache, RowCache
+from tinsmith.engine.sampling.kv_cache import RowCache
 from tinsmith.engine.sampling.prefill import PrefilledPrompt, Prompt, prefill_pass
 from tinsmith.engine.sampling.prefixes.cache import PrefixMatch
 from tinsmith.errors import Unsupported
@@ -29,7 +29,7 @@ STEPS = 2
 """Tokens of each row that are decoded one by one."""
 
 
-def check_banks(base: BaseModel, kv_cache: KVCache, loop: AttentionLoop | None) -> AttentionLoop | None:
+def check_banks(base: BaseModel, kv_cache: RowCache, loop: AttentionLoop | None) -> AttentionLoop | None:
     """Check decoding in an empty cache, as `check`. Returns the loop, or None if decoding is right without it alone."""
 
     def works() -> bool:
