@@ -82,22 +82,3 @@ def test_job_split_into_calls_is_close_to_one_call(lengths: tuple[tuple[int, ...
         results.append([output.detach().float(), *(leaf.grad.float() for leaf in leaves if leaf.grad is not None)])
     for exact, rounded in zip(*results, strict=True):
         assert float((exact - rounded).norm() / exact.norm()) < 0.02
-
-
-@pytest.mark.parametrize("amx", [True, False])
-def test_bfloat16_prefill_uses_flash_kernel_with_amx_alone(amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    rows = [np.arange(300), np.r_[:40, 1000:1100]]
-    tree = packing.pack(
-        [packing.PackedRow(key=key, adapter=0, tokens=row.astype(np.int32)) for key, row in enumerate(rows)]
-    )
-    draw, device, rule = torch.Generator().manual_seed(4), torch.device("cpu"), AttentionRule(0.25)
-    inputs = [torch.randn(1, heads, len(tree.tokens), 16, generator=draw).bfloat16() for heads in (6, 2, 2)]
-    exact = attention.PackedAttention(tree, torch.float32, device).attend(0, *(x.float() for x in inputs), rule)  # type: ignore[call-arg, misc]
-    for save_kv in (True, False):
-        context = attention.PackedAttention(tree, torch.bfloat16, device, save_kv)
-        with torch.no_grad():
-            output = context.attend(0, inputs[0], inputs[1], inputs[2], rule)
-        torch.testing.assert_close(output.float(), exact, atol=0.03, rtol=0.03)
-        uses_products = {call.batched_mask is not None for call in context.calls(rule)}
-        assert uses_products == {not (save_kv and amx)}

@@ -89,6 +89,21 @@ def store(context: Any, pointer: Any, index: Any, number: Any) -> Any:
     return types.void(pointer, index, types.float32), generate
 
 
+@intrinsic
+def rounded(context: Any, pointer: Any, number: Any) -> Any:
+    """A float32 as it would be after it was stored there; no NaN."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if pointer.dtype == types.float32:
+            return arguments[1]
+        bits = builder.bitcast(arguments[1], BITS)
+        odd = builder.and_(builder.lshr(bits, BITS(16)), BITS(1))
+        bits = builder.and_(builder.add(builder.add(bits, BITS(0x7FFF)), odd), BITS(0xFFFF0000))
+        return builder.bitcast(bits, ir.FloatType())
+
+    return types.float32(pointer, types.float32), generate
+
+
 @njit(inline="always")
 def exp(number: Any) -> Any:
     """e^x of a float32 within 2 units in its last place; beyond +-87 that of +-87; a finite number for NaN.
@@ -350,8 +365,8 @@ def exponentials(numbers, largest):
 
 
 @summing
-def softmax(numbers):
-    """The softmax of numbers, in place."""
+def softmax(numbers, like):
+    """The softmax of numbers, in place, rounded to the dtype of a pointer."""
     largest, total = numbers[0], np.float32(0)
     for i in range(len(numbers)):
         largest = max(largest, numbers[i])
@@ -360,7 +375,7 @@ def softmax(numbers):
         total += numbers[i]
     inverse = np.float32(1) / total
     for i in range(len(numbers)):
-        numbers[i] *= inverse
+        numbers[i] = rounded(like, numbers[i] * inverse)
 
 
 @njit(inline="always")
@@ -376,13 +391,14 @@ def score(query: Any, keys: Any, start: Any, count: Any, scores: Any, width: Any
             sum1 += number * load(keys, at + width + i)
             sum2 += number * load(keys, at + 2 * width + i)
             sum3 += number * load(keys, at + 3 * width + i)
-        scores[k], scores[k + 1], scores[k + 2], scores[k + 3] = sum0, sum1, sum2, sum3
+        scores[k], scores[k + 1] = rounded(keys, sum0), rounded(keys, sum1)
+        scores[k + 2], scores[k + 3] = rounded(keys, sum2), rounded(keys, sum3)
         k += 4
     while k < count:
         total = np.float32(0)
         for i in range(width):
             total += query[i] * load(keys, start + k * width + i)
-        scores[k] = total
+        scores[k] = rounded(keys, total)
         k += 1
 
 
@@ -431,11 +447,11 @@ def copy(target: Any, target_start: Any, source: Any, source_start: Any, count: 
 
 @njit(inline="always")
 def read(rows: Any, start: Any, factor: Any, numbers: Any) -> None:
-    """Fill rows with numbers times a factor."""
+    """Fill rows with numbers times a factor, rounded to their dtype."""
     width = rows.shape[1]
     for row in range(len(rows)):
         for i in range(width):
-            rows[row, i] = load(numbers, start + row * width + i) * np.float32(factor)
+            rows[row, i] = rounded(numbers, load(numbers, start + row * width + i) * np.float32(factor))
 
 
 @njit(inline="always")
@@ -461,7 +477,8 @@ def attention_loop(key_width: int, value_width: int, value_stride: int) -> Calla
         queries [rows, heads group, key_width], new_keys and new_values [rows, heads, width] -> outputs [rows, heads
         group, value_width]. Of the parts: addresses [rows, parts, 2] of keys and values in layer 0, their bytes from
         one layer to the next, and int64 [rows, parts]: capacities and lengths in tokens, with the new one. A token sees
-        all that there is, or if `window` is not 0, as many at the end.
+        all that there is, or if `window` is not 0, as many at the end. Scores and probabilities are rounded to the
+        dtype, as products round them, so that the trainer gives a token the same logprob.
         """
         queries, outputs = pointer(queries), pointer(outputs)
         new_keys, new_values, parts = pointer(new_keys), pointer(new_values), lengths.shape[1]
@@ -481,7 +498,7 @@ def attention_loop(key_width: int, value_width: int, value_stride: int) -> Calla
                     score(query[g], keys, at, count - hidden, line, key_width)
             total = lengths[row].sum()
             for g in range(group):
-                softmax(scores[g, max(0, total - window) if window else 0 : total])
+                softmax(scores[g, max(0, total - window) if window else 0 : total], queries)
                 output[g] = query[g, 0] * np.float32(0)  # NaN if the query is, which `exp` hides
             for part in range(parts):
                 values = pointer(addresses[row, part, 1] + layer * layer_bytes[row, part, 1])

@@ -11,8 +11,7 @@ and backward called directly, so that gradients of a shared prefix accumulate in
 On CPUs with bfloat16 products, attention is instead computed as batched matrix products (`batched_attention`), with the
 query heads that share a key head folded into the rows. This is several times as fast as the flash kernel there, whose
 backward computes in float32. Its matrix of probabilities [Hkv, G Q, K] is saved for the backward where it is small and
-recomputed where it is not, so that memory grows linearly with the length of a row. Prefills, which have no backward,
-use the flash kernel where the CPU has AMX.
+recomputed where it is not, so that memory grows linearly with the length of a row.
 
 A piece of a tree (`packing.cut`) also sees saved keys and values of the positions before it. Its backward adds their
 gradients to those saved, and takes from these what later pieces have added to its own.
@@ -46,7 +45,6 @@ from tinsmith.engine.model.attention_kernels import (
     flash_attention,
     flash_attention_backward,
     needs_products,
-    products_are_faster,
 )
 from tinsmith.engine.model.attention_rule import AttentionRule
 from tinsmith.engine.model.packing import AttentionJob, PackedTree, Piece
@@ -212,9 +210,8 @@ class PackedAttention:
 
     def calls(self, rule: AttentionRule) -> Sequence[AttentionCall]:
         """The calls of a layer with this rule."""
-        products = needs_products(rule, self.device) or products_are_faster(
-            self.dtype, self.device, backward=not self.save_kv
-        )
+        cpu = self.device.type == "cpu"
+        products = (cpu and self.dtype == torch.bfloat16) or needs_products(rule, self.device)
         if (rule.window, products) not in self._calls:
             self._calls[rule.window, products] = [
                 call for job in self.tree.jobs for call in self._job_calls(job, rule.window, products)

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.functional import pad, softplus
 
 from tinsmith.engine.model.attention_rule import AttentionRule
-from tinsmith.engine.model.precision import has_amx
 
 MAX_SAVED_KEYS = 256
 """`batched_attention` saves the probabilities of calls over up to this many keys."""
@@ -27,15 +26,6 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def needs_products(rule: AttentionRule, device: torch.device) -> bool:
     """Whether no kernel of `attend` computes the rule on this device, so that it is written out as products."""
     return rule.softcap is not None or (rule.sinks is not None and device.type != "cpu")
-
-
-def products_are_faster(dtype: torch.dtype, device: torch.device, *, backward: bool) -> bool:
-    """Whether products are faster than PyTorch's flash kernel for CPUs, with a backward or without one.
-
-    In bfloat16 the kernel's backward takes two to five times as long as theirs, and its forward a third to two thirds
-    where there is AMX, more where there is not (benchmarks/NOTES.md).
-    """
-    return device.type == "cpu" and dtype == torch.bfloat16 and (backward or not has_amx())
 
 
 def causal_mask(queries: int, keys: int) -> np.ndarray:

@@ -36,11 +36,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def has_amx() -> bool:
-    """Whether this machine's CPU has matrix instructions for bfloat16 that are switched on."""
-    return torch.cpu._is_amx_tile_supported()
-
-
 def cpu_bfloat16(root: Path = Path("/")) -> Bfloat16:
     """How this machine's CPU multiplies bfloat16, by its instructions. Nothing is timed: results must not depend on the
     machine's load.
@@ -48,7 +43,7 @@ def cpu_bfloat16(root: Path = Path("/")) -> Bfloat16:
     Slow are Intel's processors with AMX while AMX is switched off, as in some virtual machines: they multiply float32
     1.6 times as fast (benchmarks/NOTES.md). They are the ones with AVX512-FP16.
     """
-    if has_amx():
+    if torch.cpu._is_amx_tile_supported():
         return "fast"
     if not torch.cpu._is_avx512_bf16_supported():
         return "emulated"

@@ -174,18 +174,13 @@ class _LoopStep:
         # Where some rows have a shared prefix, the others have themselves in its place, without a token.
         shares = any(row.shared_prefix for row in rows)
         parts = [[row.shared_prefix or row, row] if shares else [row] for row in rows]
-        tensors = [[_tensors(part.bank) for part in row] for row in parts]
         return cls(
             shape=shape,
             loop=loop,
-            addresses=np.array(
-                [
-                    [[tensor[0, part.index].data_ptr() for tensor in _tensors(part.bank)] for part in row]
-                    for row in parts
-                ],
-                KINDS[shape.dtype],
+            addresses=np.array([[_addresses(part) for part in row] for row in parts], KINDS[shape.dtype]),
+            layer_bytes=np.array(
+                [[[tensor[0].nbytes for tensor in _tensors(part.bank)] for part in row] for row in parts]
             ),
-            layer_bytes=np.array([[[tensor[0].nbytes for tensor in pair] for pair in row] for row in tensors]),
             capacities=np.array([[part.bank.capacity for part in row] for row in parts]),
             lengths=np.array([[row.position - row.length, row.length + 1][not shares :] for row in rows]),
         )
@@ -207,6 +202,11 @@ class _LoopStep:
             rule.window or 0,
         )
         return output
+
+
+def _addresses(row: CacheRow) -> list[int]:
+    """The addresses of a row's keys and values in the first layer."""
+    return [tensor[0, row.index].data_ptr() for tensor in _tensors(row.bank)]
 
 
 def _tensors(bank: Bank) -> tuple[Tensor, Tensor]:
