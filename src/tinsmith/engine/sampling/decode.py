@@ -3,7 +3,7 @@
 The rows of a bank are one call. A shared prefix is read once for all of its sequences: their queries are placed side by
 side, and one softmax then covers the prefix and the row of each sequence.
 
-On a CPU a compiled loop computes small steps instead, row by row, in a third to three quarters of the time; not those
+On a CPU a compiled loop computes small steps instead, row by row, in a third to nine tenths of the time; not those
 with soft caps or sinks.
 """
 
