@@ -16,6 +16,7 @@ from tests.engine.lora import fused_cases
 from tests.engine.lora.test_layers import loaded
 from tests.engine.plain_kernels import PlainKernels
 from tests.engine.triton_programs import needs_triton, run_python
+from tinsmith.engine.cpu import arguments
 from tinsmith.engine.lora import fused_layers, layers
 from tinsmith.engine.lora.elementwise import choice, cpu_kernels
 from tinsmith.engine.lora.elementwise.cpu_kernels import CPUKernels
@@ -112,7 +113,7 @@ def test_layers_that_were_checked_are_not_computed_again(
 
 
 def test_processor_without_numba_has_no_kernels(replaced: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "has_loops", lambda *_: False)
+    monkeypatch.setattr(arguments, "find_spec", lambda _: None)
     fused_layers.use_kernels(replaced)
     assert not any(isinstance(module, fused_layers.DecoderLayer) for module in replaced.body.modules())
 

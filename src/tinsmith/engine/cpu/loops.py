@@ -1,9 +1,9 @@
 """Norms, rotations, gates and the attention of decoding as loops that Numba compiles, over float32 or bfloat16.
 
-Loops compute in float32 whatever is in memory, and round once, to the nearest and then to even. They release Python's
-lock. Arguments that are tensors are addresses (`pointer`), and rows from `first` to before `last` are computed. Machine
-code is kept in the cache folder, so that it is compiled once for a machine. Numba keeps it as long as this file is
-unchanged, so all that is compiled is here.
+Loops compute in float32 whatever is in memory, and round to the nearest and then to even: results once, and attention
+where products do. They release Python's lock. Arguments that are tensors are addresses (`pointer`), and a loop with
+`first` and `last` computes the rows from the one to before the other. Machine code is kept in the cache folder, so that
+it is compiled once for a machine. Numba keeps it as long as this file is unchanged, so all that is compiled is here.
 """
 
 from __future__ import annotations
@@ -58,15 +58,27 @@ def as_bits(context: Any, number: Any) -> Any:
     return types.uint32(types.float32), generate
 
 
+def bfloat16_bits(builder: Any, number: Any) -> Any:
+    """The 16 bits of a float32 rounded to bfloat16, which are the upper half of its bits."""
+    bits = builder.bitcast(number, BITS)
+    odd = builder.and_(builder.lshr(bits, BITS(16)), BITS(1))
+    upper = builder.lshr(builder.add(builder.add(bits, BITS(0x7FFF)), odd), BITS(16))
+    is_number = builder.fcmp_ordered("ord", number, number)
+    return builder.trunc(builder.select(is_number, upper, BITS(0x7FC0)), ir.IntType(16))
+
+
+def from_bfloat16(builder: Any, bits: Any) -> Any:
+    """The float32 of the bits of a bfloat16."""
+    return builder.bitcast(builder.shl(builder.zext(bits, BITS), BITS(16)), ir.FloatType())
+
+
 @intrinsic
 def load(context: Any, pointer: Any, index: Any) -> Any:
     """The number there, as float32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         number = builder.load(builder.gep(arguments[0], [arguments[1]]))
-        if pointer.dtype == types.float32:
-            return number
-        return builder.bitcast(builder.shl(builder.zext(number, BITS), BITS(16)), ir.FloatType())
+        return number if pointer.dtype == types.float32 else from_bfloat16(builder, number)
 
     return types.float32(pointer, index), generate
 
@@ -76,14 +88,8 @@ def store(context: Any, pointer: Any, index: Any, number: Any) -> Any:
     """Write a float32 there."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        number = arguments[2]
-        if pointer.dtype != types.float32:
-            bits = builder.bitcast(number, BITS)
-            odd = builder.and_(builder.lshr(bits, BITS(16)), BITS(1))
-            rounded = builder.lshr(builder.add(builder.add(bits, BITS(0x7FFF)), odd), BITS(16))
-            is_number = builder.fcmp_ordered("ord", number, number)
-            number = builder.trunc(builder.select(is_number, rounded, BITS(0x7FC0)), ir.IntType(16))
-        builder.store(number, builder.gep(arguments[0], [arguments[1]]))
+        place, number = builder.gep(arguments[0], [arguments[1]]), arguments[2]
+        builder.store(number if pointer.dtype == types.float32 else bfloat16_bits(builder, number), place)
         return context.get_dummy_value()
 
     return types.void(pointer, index, types.float32), generate
@@ -91,15 +97,11 @@ def store(context: Any, pointer: Any, index: Any, number: Any) -> Any:
 
 @intrinsic
 def rounded(context: Any, pointer: Any, number: Any) -> Any:
-    """A float32 as it would be after it was stored there; no NaN."""
+    """A float32 as it would be read after it was stored at a pointer."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if pointer.dtype == types.float32:
-            return arguments[1]
-        bits = builder.bitcast(arguments[1], BITS)
-        odd = builder.and_(builder.lshr(bits, BITS(16)), BITS(1))
-        bits = builder.and_(builder.add(builder.add(bits, BITS(0x7FFF)), odd), BITS(0xFFFF0000))
-        return builder.bitcast(bits, ir.FloatType())
+        number = arguments[1]
+        return number if pointer.dtype == types.float32 else from_bfloat16(builder, bfloat16_bits(builder, number))
 
     return types.float32(pointer, types.float32), generate
 
@@ -430,12 +432,10 @@ def weigh(output: Any, values: Any, start: Any, count: Any, probs: Any, width: A
 
 
 @njit(inline="always")
-def unseen(lengths: Any, row: Any, part: Any, window: Any) -> tuple[Any, Any]:
-    """How many tokens a row has before one of its parts, and how many of the part are before the window, if it is not
-    0."""
-    before = lengths[row, :part].sum()
-    hidden = lengths[row].sum() - window - before if window else 0
-    return before, min(max(0, hidden), lengths[row, part])
+def beginning(lengths: Any, part: Any, unseen: Any) -> tuple[Any, Any]:
+    """How many tokens a row has before one of its parts, and how many of the part are among its first `unseen`."""
+    before = lengths[:part].sum()
+    return before, min(max(0, unseen - before), lengths[part])
 
 
 @njit(inline="always")
@@ -486,26 +486,27 @@ def attention_loop(key_width: int, value_width: int, value_stride: int) -> Calla
         scores = np.empty((group, lengths.sum(axis=1).max()), np.float32)
         for source in range(len(lengths) * heads):
             row, head = source // heads, source % heads
+            total = lengths[row].sum()
+            unseen = max(0, total - window) if window else 0
             read(query, source * group * key_width, scale, queries)
             for part in range(parts):
                 keys = pointer(addresses[row, part, 0] + layer * layer_bytes[row, part, 0])
                 start, count = head * capacities[row, part] * key_width, lengths[row, part]
                 if part == parts - 1:
                     copy(keys, start + (count - 1) * key_width, new_keys, source * key_width, key_width)
-                before, hidden = unseen(lengths, row, part, window)
+                before, hidden = beginning(lengths[row], part, unseen)
                 for g in range(group):
                     line, at = scores[g, before + hidden :], start + hidden * key_width
                     score(query[g], keys, at, count - hidden, line, key_width)
-            total = lengths[row].sum()
             for g in range(group):
-                softmax(scores[g, max(0, total - window) if window else 0 : total], queries)
+                softmax(scores[g, unseen:total], queries)
                 output[g] = query[g, 0] * np.float32(0)  # NaN if the query is, which `exp` hides
             for part in range(parts):
                 values = pointer(addresses[row, part, 1] + layer * layer_bytes[row, part, 1])
                 start, count = head * capacities[row, part] * value_stride, lengths[row, part]
                 if part == parts - 1 and value_width == value_stride:
                     copy(values, start + (count - 1) * value_width, new_values, source * value_width, value_width)
-                before, hidden = unseen(lengths, row, part, window)
+                before, hidden = beginning(lengths[row], part, unseen)
                 for g in range(group):
                     probs, at = scores[g, before + hidden :], start + hidden * value_stride
                     weigh(output[g], values, at, count - hidden, probs, value_width, value_stride)

@@ -9,7 +9,6 @@ with soft caps or sinks.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import partial
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.engine.cpu.arguments import KINDS, address, has_loops
+from tinsmith.engine.cpu.arguments import KINDS, address, loops_on
 from tinsmith.engine.model.architectures.latents import Latents
 from tinsmith.engine.model.attention_kernels import (
     additive_mask,
@@ -32,8 +31,6 @@ from tinsmith.engine.model.hybrid.states import HybridContext, RecurrentShape
 from tinsmith.engine.sampling.kv_cache import Bank, CacheRow, CacheShape
 from tinsmith.engine.sampling.state_bank import DecodeStates, StateBank
 
-log = logging.getLogger(__name__)
-
 MAX_LOOP_NUMBERS = 1 << 19
 """Numbers of a layer's cache that the compiled loop reads in a step, in one thread. Steps that read more are products,
 which use all threads and read shared prefixes once."""
@@ -44,16 +41,9 @@ AttentionLoop = Callable[..., None]
 
 def attention_loop(shape: CacheShape) -> AttentionLoop | None:
     """The loop for rows of this shape, unchecked; None where there are no compiled loops."""
-    if not has_loops(shape.device, shape.dtype):
-        return None
-    try:
-        from tinsmith.engine.cpu import loops  # Numba takes 0.3 seconds
-    except Exception:
-        log.warning("Compiled loops do not work here: sampling is slower without them.", exc_info=True)
-        return None
-    return loops.attention_loop(
-        shape.key_width, shape.value_width or shape.latent_width, shape.value_width or shape.key_width
-    )
+    loops = loops_on(shape.device, shape.dtype)
+    width = shape.value_width or shape.latent_width
+    return loops and loops.attention_loop(shape.key_width, width, shape.value_width or shape.key_width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +168,7 @@ class _LoopStep:
             shape=shape,
             loop=loop,
             addresses=np.array([[_addresses(part) for part in row] for row in parts], KINDS[shape.dtype]),
-            layer_bytes=np.array(
-                [[[tensor[0].nbytes for tensor in _tensors(part.bank)] for part in row] for row in parts]
-            ),
+            layer_bytes=np.array([[_strides(part.bank, 0) for part in row] for row in parts]),
             capacities=np.array([[part.bank.capacity for part in row] for row in parts]),
             lengths=np.array([[row.position - row.length, row.length + 1][not shares :] for row in rows]),
         )
@@ -205,8 +193,14 @@ class _LoopStep:
 
 
 def _addresses(row: CacheRow) -> list[int]:
-    """The addresses of a row's keys and values in the first layer."""
-    return [tensor[0, row.index].data_ptr() for tensor in _tensors(row.bank)]
+    """The addresses of a row's keys and values in the first layer, without a view, which takes microseconds."""
+    first_row = [tensor.data_ptr() for tensor in _tensors(row.bank)]
+    return [start + row.index * stride for start, stride in zip(first_row, _strides(row.bank, 1), strict=True)]
+
+
+def _strides(bank: Bank, side: int) -> list[int]:
+    """Bytes from one layer (side 0) or row (side 1) of a bank's keys and values to the next."""
+    return [tensor.stride(side) * tensor.itemsize for tensor in _tensors(bank)]
 
 
 def _tensors(bank: Bank) -> tuple[Tensor, Tensor]:
