@@ -432,10 +432,35 @@ def weigh(output: Any, values: Any, start: Any, count: Any, probs: Any, width: A
 
 
 @njit(inline="always")
-def beginning(lengths: Any, part: Any, unseen: Any) -> tuple[Any, Any]:
+def tokens_of(lengths: Any, row: Any, parts: Any) -> Any:
+    """The tokens of a row's first parts; a sum of NumPy's takes seconds to compile."""
+    total = 0
+    for part in range(parts):
+        total += lengths[row, part]
+    return total
+
+
+@njit(inline="always")
+def longest_of(lengths: Any) -> Any:
+    """The tokens of the longest row."""
+    longest = 0
+    for row in range(len(lengths)):
+        longest = max(longest, tokens_of(lengths, row, lengths.shape[1]))
+    return longest
+
+
+@njit(inline="always")
+def beginning(lengths: Any, row: Any, part: Any, unseen: Any) -> tuple[Any, Any]:
     """How many tokens a row has before one of its parts, and how many of the part are among its first `unseen`."""
-    before = lengths[:part].sum()
-    return before, min(max(0, unseen - before), lengths[part])
+    before = tokens_of(lengths, row, part)
+    return before, min(max(0, unseen - before), lengths[row, part])
+
+
+@njit(inline="always")
+def clear(output: Any, query: Any) -> None:
+    """Fill an output with 0, or with NaN if the query is NaN, which `exp` hides."""
+    for i in range(len(output)):
+        output[i] = query[0] * np.float32(0)
 
 
 @njit(inline="always")
@@ -483,10 +508,10 @@ def attention_loop(key_width: int, value_width: int, value_stride: int) -> Calla
         queries, outputs = pointer(queries), pointer(outputs)
         new_keys, new_values, parts = pointer(new_keys), pointer(new_values), lengths.shape[1]
         query, output = np.empty((group, key_width), np.float32), np.empty((group, value_width), np.float32)
-        scores = np.empty((group, lengths.sum(axis=1).max()), np.float32)
+        scores = np.empty((group, longest_of(lengths)), np.float32)
         for source in range(len(lengths) * heads):
             row, head = source // heads, source % heads
-            total = lengths[row].sum()
+            total = tokens_of(lengths, row, parts)
             unseen = max(0, total - window) if window else 0
             read(query, source * group * key_width, scale, queries)
             for part in range(parts):
@@ -494,19 +519,19 @@ def attention_loop(key_width: int, value_width: int, value_stride: int) -> Calla
                 start, count = head * capacities[row, part] * key_width, lengths[row, part]
                 if part == parts - 1:
                     copy(keys, start + (count - 1) * key_width, new_keys, source * key_width, key_width)
-                before, hidden = beginning(lengths[row], part, unseen)
+                before, hidden = beginning(lengths, row, part, unseen)
                 for g in range(group):
                     line, at = scores[g, before + hidden :], start + hidden * key_width
                     score(query[g], keys, at, count - hidden, line, key_width)
             for g in range(group):
                 softmax(scores[g, unseen:total], queries)
-                output[g] = query[g, 0] * np.float32(0)  # NaN if the query is, which `exp` hides
+                clear(output[g], query[g])
             for part in range(parts):
                 values = pointer(addresses[row, part, 1] + layer * layer_bytes[row, part, 1])
                 start, count = head * capacities[row, part] * value_stride, lengths[row, part]
                 if part == parts - 1 and value_width == value_stride:
                     copy(values, start + (count - 1) * value_width, new_values, source * value_width, value_width)
-                before, hidden = beginning(lengths[row], part, unseen)
+                before, hidden = beginning(lengths, row, part, unseen)
                 for g in range(group):
                     probs, at = scores[g, before + hidden :], start + hidden * value_stride
                     weigh(output[g], values, at, count - hidden, probs, value_width, value_stride)
