@@ -9,27 +9,28 @@ import torch
 from torch import Tensor
 
 from tests.engine.sampling.test_kv_cache import SHAPE, prefilled
+from tinsmith.engine.cpu import openmp
 from tinsmith.engine.model.attention_rule import AttentionRule
 from tinsmith.engine.sampling import decode
-from tinsmith.engine.sampling.decode import AttentionLoop, DecodeAttention, attention_loop
+from tinsmith.engine.sampling.decode import AttentionFunction, DecodeAttention, attention_function
 from tinsmith.engine.sampling.kv_cache import CacheRow, KVCache
 
 
-@pytest.fixture(params=["products", "loop"])
-def loop(request: pytest.FixtureRequest) -> AttentionLoop | None:
-    """The compiled loop, or None for products."""
+@pytest.fixture(params=["products", "compiled"])
+def function(request: pytest.FixtureRequest) -> AttentionFunction | None:
+    """The compiled function, or None for products."""
     if request.param == "products":
         return None
-    compiled = attention_loop(SHAPE)
+    compiled = attention_function(SHAPE)
     assert compiled is not None
     return compiled
 
 
-def assert_attention(rows: list[CacheRow], pasts: list[Tensor], loop: AttentionLoop | None) -> None:
+def assert_attention(rows: list[CacheRow], pasts: list[Tensor], function: AttentionFunction | None) -> None:
     """Compare a step of two layers with the definition; `pasts` [1, heads, N, width] are the rows' keys and values."""
     query, new = torch.randn(1, 4, len(rows), 4), torch.randn(1, 2, len(rows), 4)
     lengths = [row.length for row in rows]
-    context = DecodeAttention(rows, loop)
+    context = DecodeAttention(rows, function)
     for layer in range(2):
         result = context.attend(layer, query, new, new, AttentionRule(0.5))
         for number, past in enumerate(pasts):
@@ -40,14 +41,14 @@ def assert_attention(rows: list[CacheRow], pasts: list[Tensor], loop: AttentionL
     assert [row.length for row in rows] == [length + 1 for length in lengths]
 
 
-def test_decode_attends_to_own_row_and_new_token(loop: AttentionLoop | None) -> None:
+def test_decode_attends_to_own_row_and_new_token(function: AttentionFunction | None) -> None:
     torch.manual_seed(0)
     cache = KVCache(SHAPE)
     pasts = [torch.randn(1, 2, length, 4) for length in (3, 200, 7)]
-    assert_attention([cache.insert(prefilled([(past, past)] * 2), past.shape[2]) for past in pasts], pasts, loop)
+    assert_attention([cache.insert(prefilled([(past, past)] * 2), past.shape[2]) for past in pasts], pasts, function)
 
 
-def test_decode_reads_shared_prefixes(loop: AttentionLoop | None) -> None:
+def test_decode_reads_shared_prefixes(function: AttentionFunction | None) -> None:
     torch.manual_seed(0)
     cache = KVCache(SHAPE)
     first, second, third, fourth = (torch.randn(1, 2, length, 4) for length in (80, 20, 9, 200))
@@ -69,38 +70,40 @@ def test_decode_reads_shared_prefixes(loop: AttentionLoop | None) -> None:
     ]
     assert [row.position for row in rows] == [80, 9, 20, 200, 80, 200, 20, 200]
     pasts = [first, third, second, fourth, first, fourth, second, fourth]
-    assert_attention(rows, pasts, loop)
+    assert_attention(rows, pasts, function)
     rows = [cache.ensure_space(row) for row in rows]
     assert [row.position for row in rows] == [81, 10, 21, 201, 81, 201, 21, 201]
     cache.remove(rows.pop(0))
     del pasts[0]
     for row in rows:  # undo the last step, whose token differs in each row
         row.length -= 1
-    assert_attention(rows, pasts, loop)
+    assert_attention(rows, pasts, function)
 
 
-def test_nan_in_one_row_does_not_reach_others(loop: AttentionLoop | None) -> None:
+def test_nan_in_one_row_does_not_reach_others(function: AttentionFunction | None) -> None:
     torch.manual_seed(0)
     cache = KVCache(SHAPE)
     prompts = [torch.randn(1, 2, length, 4) for length in (80, 300)]
     prefixes = [cache.insert_shared_prefix(prefilled([(part, part)] * 2), 2) for part in prompts]
     rows = [cache.insert_after(prefix, 64) for prefix in (*prefixes, *prefixes)]
     query, new = torch.randn(1, 4, 4, 4), torch.randn(1, 2, 4, 4)
-    expected = [DecodeAttention(rows, loop).attend(layer, query, new, new, AttentionRule(0.5)) for layer in range(2)]
+    expected = [
+        DecodeAttention(rows, function).attend(layer, query, new, new, AttentionRule(0.5)) for layer in range(2)
+    ]
     query[:, :, 1::2] = new[:, :, 1::2] = float("nan")
     for layer in range(2):
-        actual = DecodeAttention(rows, loop).attend(layer, query, new, new, AttentionRule(0.5))
+        actual = DecodeAttention(rows, function).attend(layer, query, new, new, AttentionRule(0.5))
         torch.testing.assert_close(actual[:, ::2], expected[layer][:, ::2])
         assert bool(actual[:, 1::2].isnan().all())
 
 
-def test_row_with_shared_prefix_copies_its_whole_past(loop: AttentionLoop | None) -> None:
+def test_row_with_shared_prefix_copies_its_whole_past(function: AttentionFunction | None) -> None:
     torch.manual_seed(0)
     cache = KVCache(SHAPE)
     prompt = torch.randn(1, 2, 70, 4)
     rows = [cache.insert_after(cache.insert_shared_prefix(prefilled([(prompt, prompt)] * 2), 1), 64)]
     query, new = torch.randn(1, 4, 1, 4), torch.randn(1, 2, 1, 4)
-    context = DecodeAttention(rows, loop)
+    context = DecodeAttention(rows, function)
     for layer in range(2):
         context.attend(layer, query, new, new, AttentionRule(0.5))
     context.advance()
@@ -129,15 +132,18 @@ KINDS = {
     "bfloat16": replace(SHAPE, dtype=torch.bfloat16),
     "other width of values": replace(SHAPE, key_width=9, value_width=5),
     "latents": replace(SHAPE, heads=1, key_width=9, value_width=0, latent_width=7),
+    "whole vectors": replace(SHAPE, key_width=64, value_width=32),
+    "whole vectors of bfloat16": replace(SHAPE, key_width=48, value_width=80, dtype=torch.bfloat16),
 }
 
 
+@pytest.mark.parametrize("group", [2, 5])
 @pytest.mark.parametrize("window", [None, 3, 30])
 @pytest.mark.parametrize("kind", KINDS)
-def test_loop_computes_what_products_do(kind: str, window: int | None) -> None:
+def test_compiled_steps_are_what_products_compute(kind: str, window: int | None, group: int) -> None:
     torch.manual_seed(0)
     shape, cache = KINDS[kind], KVCache(KINDS[kind])
-    rule = AttentionRule(0.5, window=window)
+    rule = AttentionRule(shape.key_width**-0.5, window=window)
 
     def tokens(count: int) -> tuple[Tensor, Tensor]:
         sizes = (1, shape.heads, count)
@@ -151,10 +157,10 @@ def test_loop_computes_what_products_do(kind: str, window: int | None) -> None:
         cache.insert_after(prefix, 64),
     ]
     for _ in range(3):
-        query = torch.randn(1, 2 * shape.heads, 3, shape.key_width).to(shape.dtype)
+        query = torch.randn(1, group * shape.heads, 3, shape.key_width).to(shape.dtype)
         key, value = tokens(3)
         value = key[..., : shape.latent_width] if shape.latent_width else value
-        contexts = [DecodeAttention(rows, compiled) for compiled in (None, attention_loop(shape))]
+        contexts = [DecodeAttention(rows, compiled) for compiled in (None, attention_function(shape))]
         for layer in range(2):
             expected, actual = (context.attend(layer, query, key, value, rule).float() for context in contexts)
             tolerance = 1e-5 if shape.dtype == torch.float32 else 2e-2
@@ -163,25 +169,42 @@ def test_loop_computes_what_products_do(kind: str, window: int | None) -> None:
 
 
 @pytest.mark.parametrize("rule", [AttentionRule(0.5, softcap=2.0), AttentionRule(0.5, sinks=torch.zeros(4))])
-def test_loop_leaves_other_rules_to_products(rule: AttentionRule) -> None:
+def test_compiled_steps_leave_other_rules_to_products(rule: AttentionRule) -> None:
     rows = [KVCache(SHAPE).insert(prefilled([(torch.randn(1, 2, 5, 4),) * 2] * 2), 64)]
     query, new = torch.randn(1, 4, 1, 4), torch.randn(1, 2, 1, 4)
     expected = DecodeAttention(rows).attend(0, query, new, new, rule)
     torch.testing.assert_close(DecodeAttention(rows, refuse).attend(0, query, new, new, rule), expected)
 
 
-def test_large_steps_are_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prefix_of_many_rows_is_read_by_products(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = KVCache(SHAPE)
-    rows = [cache.insert(prefilled([(torch.randn(1, 2, 5, 4),) * 2] * 2), 64) for _ in range(2)]
-    query, new = torch.randn(1, 4, 2, 4), torch.randn(1, 2, 2, 4)
-    numbers = 2 * (5 + 1) * SHAPE.heads * (SHAPE.key_width + SHAPE.value_width)
-    monkeypatch.setattr(decode, "MAX_LOOP_NUMBERS", numbers)
+    prefix = cache.insert_shared_prefix(prefilled([(torch.randn(1, 2, 20, 4),) * 2] * 2), 3)
+    rows = [cache.insert_after(prefix, 64) for _ in range(3)]
+    query, new = torch.randn(1, 4, 3, 4), torch.randn(1, 2, 3, 4)
+    read_again = 2 * 20 * SHAPE.heads * (SHAPE.key_width + SHAPE.value_width)
+    monkeypatch.setattr(decode, "MAX_PREFIX_NUMBERS", read_again)
     with pytest.raises(ZeroDivisionError):
         DecodeAttention(rows, refuse).attend(0, query, new, new, AttentionRule(0.5))
-    monkeypatch.setattr(decode, "MAX_LOOP_NUMBERS", numbers - 1)
+    monkeypatch.setattr(decode, "MAX_PREFIX_NUMBERS", read_again - 1)
     DecodeAttention(rows, refuse).attend(0, query, new, new, AttentionRule(0.5))
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_compiled_step_in_several_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(decode, "THREAD_NUMBERS", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    cache = KVCache(SHAPE)
+    pasts = [torch.randn(1, 2, length, 4) for length in (5, 70, 3)]
+    rows = [cache.insert(prefilled([(past, past)] * 2), past.shape[2]) for past in pasts]
+    assert_attention(rows, pasts, attention_function(SHAPE))
+
+
+def test_without_libgomp_one_thread_computes_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmp, "_library", lambda: None)
+    test_compiled_step_in_several_threads(3, monkeypatch)
+
+
 def refuse(*_: object) -> None:
-    """A loop that cannot compute anything."""
+    """A function that cannot compute anything."""
     raise ZeroDivisionError

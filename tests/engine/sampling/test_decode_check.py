@@ -52,8 +52,8 @@ def test_loop_that_fails_is_not_used(
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(batch, "attention_loop", lambda _: fail)
+    monkeypatch.setattr(batch, "attention_function", lambda _: fail)
     engine = build(folder)
-    assert engine.sampler.batch.attention_loop is None
-    assert "The compiled loop for attention does not work here" in caplog.text
+    assert engine.sampler.batch.attention_function is None
+    assert "The compiled attention does not work here" in caplog.text
     wait(engine.close())

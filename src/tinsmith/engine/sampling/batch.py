@@ -24,7 +24,7 @@ from tinsmith.engine.model import packing
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.hybrid.states import RecurrentState
 from tinsmith.engine.sampling import prompt_logprobs
-from tinsmith.engine.sampling.decode import DecodeAttention, attention_loop, step_context
+from tinsmith.engine.sampling.decode import DecodeAttention, attention_function, step_context
 from tinsmith.engine.sampling.device_sampling import sample_on_device
 from tinsmith.engine.sampling.kv_cache import CacheRow, KVCache, RowCache, cache_shape, state_bank
 from tinsmith.engine.sampling.paged.attention import AttendPages
@@ -126,7 +126,7 @@ class RunningBatch:
         states = state_bank(base, scheduler.cache_tokens)
         shape = cache_shape(base)
         self.kv_cache: RowCache = KVCache(shape, scheduler.cache_tokens, states)
-        self.attention_loop = attention_loop(shape) if attend_pages is None else None
+        self.attention_function = attention_function(shape) if attend_pages is None else None
         """Of rows in banks; the sampler drops it where it does not work."""
         self._decoder: PagedDecoder | None = None
         if attend_pages is not None:
@@ -239,7 +239,7 @@ class RunningBatch:
         rows = [sequence.row for sequence in sequences if isinstance(sequence.row, CacheRow)]
         self._shrink_prefix_cache()
         spans = adapter_spans([sequence.job.weights for sequence in sequences])
-        attention = DecodeAttention(rows, self.attention_loop)
+        attention = DecodeAttention(rows, self.attention_function)
         context = step_context(attention, self._base.recurrent, self.kv_cache.states)
         records = any(sequence.job.request.routed_experts for sequence in sequences)
         with self._active.using(spans), self._base.routing.using(record=records):

@@ -3,8 +3,8 @@
 The rows of a bank are one call. A shared prefix is read once for all of its sequences: their queries are placed side by
 side, and one softmax then covers the prefix and the row of each sequence.
 
-On a CPU a compiled loop computes small steps instead, row by row, in a third to nine tenths of the time; not those
-with soft caps or sinks.
+On a CPU a compiled function (`engine.cpu.decoding`) computes a step row by row, in a third of the time; not with soft
+caps or sinks, nor where many rows share a long prefix.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.engine.cpu.arguments import KINDS, address, loops_on
+from tinsmith.engine.cpu import openmp
+from tinsmith.engine.cpu.arguments import KINDS, loops_on
 from tinsmith.engine.model.architectures.latents import Latents
 from tinsmith.engine.model.attention_kernels import (
     additive_mask,
@@ -31,19 +33,25 @@ from tinsmith.engine.model.hybrid.states import HybridContext, RecurrentShape
 from tinsmith.engine.sampling.kv_cache import Bank, CacheRow, CacheShape
 from tinsmith.engine.sampling.state_bank import DecodeStates, StateBank
 
-MAX_LOOP_NUMBERS = 1 << 19
-"""Numbers of a layer's cache that the compiled loop reads in a step, in one thread. Steps that read more are products,
-which use all threads and read shared prefixes once."""
+MAX_PREFIX_NUMBERS = 1 << 24
+"""Numbers of shared prefixes that the compiled function reads again for each of their rows, at most. Products read a
+prefix once for all of its rows."""
+THREAD_NUMBERS = 1 << 16
+"""Numbers of a layer's cache from which several threads are faster than one."""
 
-AttentionLoop = Callable[..., None]
-"""What `loops.attention_loop` returns."""
+AttentionFunction = Callable[[int], Any]
+"""`decoding.attention_function` for the tokens of a cache: the C function by queries of a key head."""
 
 
-def attention_loop(shape: CacheShape) -> AttentionLoop | None:
-    """The loop for rows of this shape, unchecked; None where there are no compiled loops."""
-    loops = loops_on(shape.device, shape.dtype)
-    width = shape.value_width or shape.latent_width
-    return loops and loops.attention_loop(shape.key_width, width, shape.value_width or shape.key_width)
+def attention_function(shape: CacheShape) -> AttentionFunction | None:
+    """The compiled attention for rows of this shape, unchecked; None where there are no compiled loops."""
+    if loops_on(shape.device, shape.dtype) is None:
+        return None
+    from tinsmith.engine.cpu import decoding  # like the loops
+
+    is_float32, width = KINDS[shape.dtype] is float, shape.value_width or shape.latent_width
+    stride = shape.value_width or shape.key_width
+    return lambda group: decoding.attention_function(is_float32, group, shape.key_width, width, stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,51 +152,58 @@ class _BankStep:
 
 
 @dataclass(frozen=True, slots=True)
-class _LoopStep:
-    """A step that the compiled loop computes. The arrays describe its rows: see `loops.attention_loop`."""
+class _CompiledStep:
+    """A step that a compiled function computes."""
 
     shape: CacheShape
-    loop: AttentionLoop
-    addresses: np.ndarray
-    layer_bytes: np.ndarray
-    capacities: np.ndarray
-    lengths: np.ndarray
+    function: AttentionFunction
+    step: np.ndarray
+    """One `decoding.STEP`."""
+    table: np.ndarray
+    """`decoding.PART` [rows, parts]: what is to be read of each row."""
+    threads: int
 
     @classmethod
-    def of(cls, rows: Sequence[CacheRow], loop: AttentionLoop) -> _LoopStep | None:
-        """The step; None if it is too large."""
+    def of(cls, rows: Sequence[CacheRow], function: AttentionFunction) -> _CompiledStep | None:
+        """The step; None if products take less time."""
+        from tinsmith.engine.cpu import decoding
+
         shape = rows[0].bank.shape
-        width = shape.key_width + (shape.value_width or shape.latent_width)
-        if sum(row.position + 1 for row in rows) * shape.heads * width > MAX_LOOP_NUMBERS:
+        width = shape.heads * (shape.key_width + (shape.value_width or shape.latent_width))
+        prefixes = [row.shared_prefix for row in rows if row.shared_prefix]
+        once = {id(row): row for row in prefixes}.values()
+        again = sum(row.length for row in prefixes) - sum(row.length for row in once)
+        if again * width > MAX_PREFIX_NUMBERS:
             return None
         # Where some rows have a shared prefix, the others have themselves in its place, without a token.
-        shares = any(row.shared_prefix for row in rows)
-        parts = [[row.shared_prefix or row, row] if shares else [row] for row in rows]
-        return cls(
-            shape=shape,
-            loop=loop,
-            addresses=np.array([[_addresses(part) for part in row] for row in parts], KINDS[shape.dtype]),
-            layer_bytes=np.array([[_strides(part.bank, 0) for part in row] for row in parts]),
-            capacities=np.array([[part.bank.capacity for part in row] for row in parts]),
-            lengths=np.array([[row.position - row.length, row.length + 1][not shares :] for row in rows]),
+        parts = [[row.shared_prefix or row, row] if prefixes else [row] for row in rows]
+        lengths = [[row.position - row.length, row.length + 1][not prefixes :] for row in rows]
+        table = np.array(
+            [
+                [
+                    (*_addresses(part), *_strides(part.bank, 0), part.bank.capacity, length)
+                    for part, length in zip(*row, strict=True)
+                ]
+                for row in zip(parts, lengths, strict=True)
+            ],
+            decoding.PART,
         )
+        step = np.zeros(1, decoding.STEP)
+        step["rows"], step["parts"], step["heads"], step["table"] = *table.shape, shape.heads, table.ctypes.data
+        tokens = [row.position + 1 for row in rows]
+        step["line"] = (max(tokens) // decoding.LINE + 2) * decoding.LINE
+        threads = torch.get_num_threads() if sum(tokens) * width >= THREAD_NUMBERS else 1
+        return cls(shape, function, step, table, min(threads, len(rows) * shape.heads))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """query [B, Hq, D], key and value [B, Hkv, D] -> [B, Hq, D]; widths of keys and values may differ."""
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         output = query.new_empty(*query.shape[:2], value.shape[2])
-        self.loop(
-            layer,
-            *map(address, (query, key, value, output)),
-            self.addresses,
-            self.layer_bytes,
-            self.capacities,
-            self.lengths,
-            self.shape.heads,
-            query.shape[1] // self.shape.heads,
-            rule.scale,
-            rule.window or 0,
-        )
+        step = self.step
+        step["next"], step["layer"], step["window"], step["scale"] = 0, layer, rule.window or 0, rule.scale
+        step["queries"], step["outputs"] = query.data_ptr(), output.data_ptr()
+        step["new_keys"], step["new_values"] = key.data_ptr(), value.data_ptr()
+        openmp.run(self.function(query.shape[1] // self.shape.heads), step.ctypes.data, self.threads)
         return output
 
 
@@ -213,14 +228,14 @@ class DecodeAttention:
     """Attention context of a decoding step: token b of the step belongs to `rows[b]`, which has space for it."""
 
     rows: Sequence[CacheRow]
-    loop: InitVar[AttentionLoop | None] = None
+    function: InitVar[AttentionFunction | None] = None
     """Computes what it can."""
-    _compiled: _LoopStep | None = None
+    _compiled: _CompiledStep | None = None
     _banks: list[_BankStep] = field(default_factory=list)
     cached_queries: int = 1
 
-    def __post_init__(self, loop: AttentionLoop | None) -> None:
-        self._compiled = None if loop is None else _LoopStep.of(self.rows, loop)
+    def __post_init__(self, function: AttentionFunction | None) -> None:
+        self._compiled = None if function is None else _CompiledStep.of(self.rows, function)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, latents: Latents | None = None

@@ -17,7 +17,7 @@ from torch import Tensor
 from tinsmith.engine.model import packing
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.self_check import probe_tree
-from tinsmith.engine.sampling.decode import AttentionLoop, DecodeAttention, step_context
+from tinsmith.engine.sampling.decode import AttentionFunction, DecodeAttention, step_context
 from tinsmith.engine.sampling.kv_cache import RowCache
 from tinsmith.engine.sampling.prefill import PrefilledPrompt, Prompt, prefill_pass
 from tinsmith.engine.sampling.prefixes.cache import PrefixMatch
@@ -29,21 +29,21 @@ STEPS = 2
 """Tokens of each row that are decoded one by one."""
 
 
-def check_banks(base: BaseModel, kv_cache: RowCache, loop: AttentionLoop | None) -> AttentionLoop | None:
-    """Check decoding in an empty cache, as `check`. Returns the loop, or None if decoding is right without it alone."""
+def check_banks(base: BaseModel, kv_cache: RowCache, function: AttentionFunction | None) -> AttentionFunction | None:
+    """Check decoding in an empty cache, as `check`. Returns the function, or None if decoding is right only without."""
 
     def works() -> bool:
         try:
-            check(base, partial(DecodeAttention, loop=loop), kv_cache)
+            check(base, partial(DecodeAttention, function=function), kv_cache)
         except Unsupported as error:
-            if loop is None:
+            if function is None:
                 raise
-            log.warning("The compiled loop for attention does not work here; decoding is slower. %s", error)
+            log.warning("The compiled attention does not work here; decoding is slower. %s", error)
             check(base, DecodeAttention, kv_cache)
             return False
         return True
 
-    return loop if base.checks.result("decoding", works) else None
+    return function if base.checks.result("decoding", works) else None
 
 
 @torch.no_grad()

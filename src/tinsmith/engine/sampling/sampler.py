@@ -53,7 +53,9 @@ class TorchSampler:
         )
         self.batch: RunningBatch = batch or RunningBatch(base, head, active, self._scheduler, attend_pages)
         if batch is None and attend_pages is None:  # pages are checked where they are chosen
-            self.batch.attention_loop = decode_check.check_banks(base, self.batch.kv_cache, self.batch.attention_loop)
+            self.batch.attention_function = decode_check.check_banks(
+                base, self.batch.kv_cache, self.batch.attention_function
+            )
         self._waiting: list[SampleJob] = []
         self._loop: asyncio.Task[None] | None = None
 

@@ -20,6 +20,7 @@ from tinsmith.engine.model.attention_kernels import (
     additive_mask,
     attend,
     cap_scores,
+    folded_queries,
     needs_products,
     softmax_with_sinks,
 )
@@ -217,8 +218,9 @@ def _attend_fused(query: Tensor, keys_values: KeysAndValues, mask: Tensor, rule:
 def _attend_folded(query: Tensor, keys_values: KeysAndValues, mask: Tensor, rule: AttentionRule) -> Tensor:
     """The same by plain products, segment by segment: query heads that share a key head are rows of one matrix."""
     heads, length = len(keys_values[0][0]), query.shape[1]
-    folded = (query * rule.scale).reshape(heads, -1, query.shape[2])
-    scores = torch.cat([torch.bmm(folded, key.transpose(1, 2)) for key, _ in keys_values], dim=2)
+    folded = folded_queries(query, rule.scale, heads)
+    products = [torch.bmm(folded, key.transpose(1, 2)) for key, _ in keys_values]
+    scores = torch.cat(products, dim=2) if len(products) > 1 else products[0]
     scores, keys = cap_scores(scores, rule), scores.shape[2]
     scores.view(heads, -1, length, keys)[..., keys - mask.shape[1] :] += mask
     probs = torch.softmax(scores, -1, out=scores) if rule.sinks is None else softmax_with_sinks(scores, rule.sinks)

@@ -1,0 +1,239 @@
+"""The attention of a decoding step as a compiled function: a new token of each row of the KV cache.
+
+A row is one or more parts, a shared prefix and its own tokens; the new token is the last of the last part. Scores and
+probabilities are rounded to the dtype, as products round them, so that the trainer gives a token the same logprob.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import carray, cfunc, njit, types  # pyright: ignore[reportAttributeAccessIssue] - two come by a star
+
+from tinsmith.engine.cpu.primitives import (
+    atomic_next,
+    compiled,
+    exp,
+    load,
+    pointer,
+    rounded,
+    store,
+    summing,
+    void_pointer,
+)
+from tinsmith.engine.cpu.vectors import (
+    TILE_KEYS,
+    TILE_QUERIES,
+    TILE_VALUES,
+    data_of,
+    prefetch,
+    score_tile,
+    weigh_tile,
+)
+
+STEP = np.dtype(
+    [
+        ("next", "i8"),  # row and head to compute next, which the threads count up from 0
+        ("rows", "i8"),
+        ("parts", "i8"),  # of each row
+        ("heads", "i8"),  # of keys
+        ("window", "i8"),  # tokens at the end that a token sees; 0: all
+        ("line", "i8"),  # room for the scores of the longest row, a multiple of LINE
+        ("table", "i8"),  # address of PART [rows, parts]
+        ("layer", "i8"),
+        ("queries", "i8"),  # address of [rows, heads group, key width]
+        ("new_keys", "i8"),  # address of [rows, heads, key width]
+        ("new_values", "i8"),
+        ("outputs", "i8"),  # address of [rows, heads group, value width]
+        ("scale", "f8"),
+    ]
+)
+"""What the function gets a pointer to."""
+PART = np.dtype(
+    [
+        ("keys", "i8"),  # address in layer 0
+        ("values", "i8"),
+        ("key_layer", "i8"),  # bytes from one layer to the next
+        ("value_layer", "i8"),
+        ("capacity", "i8"),  # tokens from one head to the next
+        ("length", "i8"),  # tokens, with the new one
+    ]
+)
+LINE = 64
+"""Scores are padded with -inf to a multiple of this, since what is left of LLVM's vectors is computed one by one."""
+
+
+@compiled
+def exponentials(numbers, largest):
+    """e^(x - largest), in place."""
+    for i in range(len(numbers)):
+        numbers[i] = exp(numbers[i] - largest)
+
+
+@summing
+def softmax(numbers, like):
+    """The softmax of numbers, in place, both rounded to the dtype of a pointer."""
+    largest, total = np.float32(-np.inf), np.float32(0)
+    for i in range(len(numbers)):
+        number = rounded(like, numbers[i])
+        numbers[i], largest = number, max(largest, number)
+    exponentials(numbers, largest)
+    for i in range(len(numbers)):
+        total += numbers[i]
+    inverse = np.float32(1) / total
+    for i in range(len(numbers)):
+        numbers[i] = rounded(like, numbers[i] * inverse)
+
+
+@njit(inline="always")
+def copy(target: Any, target_start: Any, source: Any, source_start: Any, count: Any) -> None:
+    """Copy numbers as they are."""
+    for i in range(count):
+        target[target_start + i] = source[source_start + i]
+
+
+@njit(inline="always")
+def read(rows: Any, start: Any, factor: Any, numbers: Any) -> None:
+    """Fill rows with numbers times a factor, rounded to their dtype."""
+    width = rows.shape[1]
+    for row in range(len(rows)):
+        for i in range(width):
+            rows[row, i] = rounded(numbers, load(numbers, start + row * width + i) * np.float32(factor))
+
+
+@njit(inline="always")
+def clear(outputs: Any, queries: Any) -> None:
+    """Fill outputs with 0, or with NaN if their query is NaN, which `exp` hides."""
+    for row in range(len(outputs)):
+        for i in range(outputs.shape[1]):
+            outputs[row, i] = queries[row, 0] * np.float32(0)
+
+
+@njit(inline="always")
+def write(rows: Any, start: Any, numbers: Any) -> None:
+    """Store rows."""
+    width = rows.shape[1]
+    for row in range(len(rows)):
+        for i in range(width):
+            store(numbers, start + row * width + i, rows[row, i])
+
+
+@njit(inline="always")
+def score_part(
+    query: Any, keys: Any, start: Any, first: Any, last: Any, scores: Any, before: Any, values: Any, values_start: Any,
+    rest: Any, width: Any, stride: Any, ahead: Any,
+) -> None:  # fmt: skip
+    """scores[g, before + k] = query[g] . keys[k] for k from first to last, while the values are brought nearer.
+
+    `rest` is the number of queries that fill no tile, and `ahead` that of a tile's numbers among the values.
+    """
+    line, whole, queries, lines = scores.shape[1], len(query) - rest, data_of(query), data_of(scores)
+    k = first
+    while k + TILE_KEYS <= last:
+        at, place = start + k * width, before + k
+        prefetch(values, values_start + k * stride, ahead)
+        for g in range(0, whole, TILE_QUERIES):
+            score_tile(queries, keys, at, lines, place, line, g, TILE_QUERIES, TILE_KEYS, width)
+        score_tile(queries, keys, at, lines, place, line, whole, rest, TILE_KEYS, width)
+        k += TILE_KEYS
+    while k < last:
+        at, place = start + k * width, before + k
+        for g in range(0, whole, TILE_QUERIES):
+            score_tile(queries, keys, at, lines, place, line, g, TILE_QUERIES, 1, width)
+        score_tile(queries, keys, at, lines, place, line, whole, rest, 1, width)
+        k += 1
+
+
+@njit(inline="always")
+def weigh_part(
+    output: Any, values: Any, start: Any, first: Any, last: Any, probs: Any, before: Any,
+    rest: Any, width: Any, stride: Any,
+) -> None:  # fmt: skip
+    """output[g] += sum of probs[g, before + k] values[k] for k from first to last."""
+    line, whole, outputs, lines = probs.shape[1], len(output) - rest, data_of(output), data_of(probs)
+    k = first
+    while k + TILE_VALUES <= last:
+        at, place = start + k * stride, before + k
+        for g in range(0, whole, TILE_QUERIES):
+            weigh_tile(outputs, values, at, lines, place, line, g, TILE_QUERIES, TILE_VALUES, width, stride)
+        weigh_tile(outputs, values, at, lines, place, line, whole, rest, TILE_VALUES, width, stride)
+        k += TILE_VALUES
+    while k < last:
+        at, place = start + k * stride, before + k
+        for g in range(0, whole, TILE_QUERIES):
+            weigh_tile(outputs, values, at, lines, place, line, g, TILE_QUERIES, 1, width, stride)
+        weigh_tile(outputs, values, at, lines, place, line, whole, rest, 1, width, stride)
+        k += 1
+
+
+@njit(inline="always")
+def pad(scores: Any, first: Any, last: Any) -> Any:
+    """Fill scores after the last with -inf, and return where the padding ends."""
+    end = first + (last - first + LINE - 1) // LINE * LINE
+    for g in range(len(scores)):
+        for i in range(last, end):
+            scores[g, i] = np.float32(-np.inf)
+    return end
+
+
+@cache
+def attention_function(is_float32: bool, group: int, key_width: int, value_width: int, value_stride: int) -> Any:
+    """A C function of a pointer to a STEP, which lives as long as this object, for `group` queries of a key head and
+    tokens of these widths, which are constants in its machine code. Each token's values are `value_stride` numbers
+    after the last one's, more than their width if they are parts of its key."""
+    number, rest = np.float64 if is_float32 else np.int64, group % TILE_QUERIES
+    ahead = TILE_KEYS * value_stride
+
+    @cfunc(
+        types.void(types.voidptr),
+        nopython=True,
+        cache=True,
+        error_model="numpy",
+        fastmath={"contract", "reassoc"},
+    )
+    def attend(argument):
+        step = carray(argument, 1, STEP)[0]
+        queries, outputs = pointer(number(step.queries)), pointer(number(step.outputs))
+        new_keys, new_values = pointer(number(step.new_keys)), pointer(number(step.new_values))
+        heads, table = step.heads, carray(void_pointer(step.table), (step.rows, step.parts), PART)
+        query, output = np.empty((group, key_width), np.float32), np.empty((group, value_width), np.float32)
+        scores = np.empty((group, step.line), np.float32)
+        source = atomic_next(argument)
+        while source < step.rows * heads:
+            row, head, last, total = table[source // heads], source % heads, step.parts - 1, 0
+            for part in row:
+                total += part.length
+            unseen = max(0, total - step.window) if step.window else 0
+            read(query, source * group * key_width, step.scale, queries)
+            before = 0
+            for number_of_part in range(step.parts):
+                part = row[number_of_part]
+                keys = pointer(number(part.keys + step.layer * part.key_layer))
+                values = pointer(number(part.values + step.layer * part.value_layer))
+                at, at_values = head * part.capacity * key_width, head * part.capacity * value_stride
+                if number_of_part == last:
+                    copy(keys, at + (part.length - 1) * key_width, new_keys, source * key_width, key_width)
+                    if value_width == value_stride:
+                        end = at_values + (part.length - 1) * value_width
+                        copy(values, end, new_values, source * value_width, value_width)
+                first = min(max(0, unseen - before), part.length)
+                score_part(query, keys, at, first, part.length, scores, before, values, at_values,
+                           rest, key_width, value_stride, ahead)  # fmt: skip
+                before += part.length
+            end = pad(scores, unseen, total)
+            for g in range(group):
+                softmax(scores[g, unseen:end], queries)
+            clear(output, query)
+            before = 0
+            for part in row:
+                values = pointer(number(part.values + step.layer * part.value_layer))
+                first = min(max(0, unseen - before), part.length)
+                weigh_part(output, values, head * part.capacity * value_stride, first, part.length, scores, before,
+                           rest, value_width, value_stride)  # fmt: skip
+                before += part.length
+            write(output, source * group * value_width, outputs)
+            source = atomic_next(argument)
+
+    return attend
