@@ -101,7 +101,7 @@ def batched_attention(
     The mask applies to the last M keys. Returns [1, Hq, Q, D] and the probabilities for the backward, which are an
     empty tensor if there are more than MAX_SAVED_KEYS keys or a soft cap, whose scores are computed again anyway.
     """
-    scores = _scores(folded_queries(query[0], rule.scale, key.shape[1]), key, mask, rule)
+    scores = _scores(_scaled_queries(query[0], rule.scale, key.shape[1]), key, mask, rule)
     probs = _probs(scores, rule)
     output = torch.bmm(probs, value[0]).view(*query.shape[:3], value.shape[3])
     saved = key.shape[2] <= MAX_SAVED_KEYS and rule.softcap is None
@@ -118,7 +118,7 @@ def batched_attention_backward(
     rule: AttentionRule,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value for `output_grad` [1, Hq, Q, D]."""
-    folded, folded_grad = folded_queries(query[0], rule.scale, key.shape[1]), _fold(output_grad, key)
+    folded, folded_grad = _scaled_queries(query[0], rule.scale, key.shape[1]), _fold(output_grad, key)
     cap_grad, probs = None, saved_probs
     if not saved_probs.numel():
         scores = _scores(folded, key, mask, rule)
@@ -134,12 +134,6 @@ def batched_attention_backward(
         score_grad *= cap_grad
     query_grad = torch.bmm(score_grad, key[0]).mul_(rule.scale).view(query.shape)
     return query_grad, torch.bmm(score_grad.transpose(1, 2), folded)[None], value_grad[None]
-
-
-def folded_queries(query: Tensor, scale: float, heads: int) -> Tensor:
-    """query [Hq, Q, D] times the scale, [Hkv, G Q, D]: those that share a key head are rows of one matrix."""
-    folded = query.new_empty(heads, len(query) // heads, *query.shape[1:])
-    return torch.mul(query.unflatten(0, (heads, -1)), scale, out=folded).flatten(1, 2)
 
 
 def softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
@@ -165,6 +159,12 @@ def _scores(folded: Tensor, key: Tensor, mask: Tensor, rule: AttentionRule) -> T
 def _probs(scores: Tensor, rule: AttentionRule) -> Tensor:
     """The softmax of the scores, in float32 inside; overwrites them."""
     return torch.softmax(scores, -1, out=scores) if rule.sinks is None else softmax_with_sinks(scores, rule.sinks)
+
+
+def _scaled_queries(query: Tensor, scale: float, heads: int) -> Tensor:
+    """query [Hq, Q, D] times the scale, [Hkv, G Q, D]: those that share a key head are rows of one matrix."""
+    folded = query.new_empty(heads, len(query) // heads, *query.shape[1:])
+    return torch.mul(query.unflatten(0, (heads, -1)), scale, out=folded).flatten(1, 2)
 
 
 def _fold(query: Tensor, key: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 All prompts are packed as one tree, so that common prefixes are computed once. Positions whose keys and values are in
 the prefix cache are left out of the pass, unless a request needs their hidden states; the other positions attend to
-them in place, without a copy. The pass collects its keys and values, to fill the cache rows of the sequences.
+them. The pass collects its keys and values, to fill the cache rows of the sequences.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def test_requests_beyond_the_cache_wait(engine_of: Any, wait: Any):
 
     async def all_of(engine: Any) -> list[SampleResult]:
         requests = [
-            sample_request((*PROMPT, seed + 3), num_samples=4, max_tokens=16, seed=100 + seed) for seed in range(12)
+            sample_request((*PROMPT, seed + 3), num_samples=4, max_tokens=16, seed=300 + seed) for seed in range(12)
         ]
         return await asyncio.gather(*(engine.sample(request) for request in requests))
 

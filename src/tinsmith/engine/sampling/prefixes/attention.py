@@ -1,7 +1,8 @@
-"""Attention of a prefill pass over itself and over cached prefixes, which it reads in place, without a copy.
+"""Attention of a prefill pass over itself and over cached prefixes.
 
 Where FlexAttention serves the model, one call of it a layer computes the pass (`flex_attention.CachedKV`); these calls,
-one or more for each prompt, are for CPUs and for latents.
+one or more for each prompt, are for CPUs and for latents. Each copies what it reads of the prefixes, next to its own
+keys and values: products segment by segment take longer.
 """
 
 from __future__ import annotations
@@ -13,16 +14,15 @@ from itertools import pairwise
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tinsmith.engine.model import flex_attention, packing
 from tinsmith.engine.model.architectures.latents import Latents, to_cache
 from tinsmith.engine.model.attention_kernels import (
     additive_mask,
     attend,
-    cap_scores,
-    folded_queries,
+    batched_attention,
     needs_products,
-    softmax_with_sinks,
 )
 from tinsmith.engine.model.attention_rule import AttentionRule
 from tinsmith.engine.model.base_model import BaseModel
@@ -125,11 +125,15 @@ class PrefixAttention:
         output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
         products = needs_products(rule, query.device) or (latents is not None and latents.absorbs)
         for call in self.calls(rule.window):
-            keys_values = [segment.in_layer(layer, key, value, latents) for segment in call.segments]
-            folded = products or (query.device.type == "cpu" and call.stop - call.start <= MAX_FOLDED_QUERIES)
-            compute = _attend_folded if folded else _attend_fused
-            attended = compute(query[0, :, call.start : call.stop], keys_values, call.mask, rule)
-            output[0, call.start : call.stop] = attended.transpose(0, 1)
+            parts = zip(*(segment.in_layer(layer, key, value, latents) for segment in call.segments), strict=True)
+            keys, values = (tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1) for tensors in parts)
+            own, mask = query[:, :, call.start : call.stop], call.mask
+            if products or (query.device.type == "cpu" and call.stop - call.start <= MAX_FOLDED_QUERIES):
+                attended = batched_attention(own, keys[None], values[None], mask, rule)[0]
+            else:
+                mask = pad(mask, (keys.shape[1] - mask.shape[1], 0))
+                attended = attend(own, keys[None], values[None], mask.contiguous(), rule)
+            output[:, call.start : call.stop] = attended.transpose(1, 2)
         return output
 
 
@@ -201,31 +205,3 @@ def _trim_mask(allowed: np.ndarray) -> tuple[int, np.ndarray]:
     keys = int(np.flatnonzero(allowed.any(0))[-1]) + 1
     partial = np.flatnonzero(~allowed[:, :keys].all(0))
     return keys, allowed[:, int(partial[0]) if partial.size else keys : keys]
-
-
-KeysAndValues = Sequence[tuple[Tensor, Tensor]]
-"""Keys and values [Hkv, K, D] of each segment."""
-
-
-def _attend_fused(query: Tensor, keys_values: KeysAndValues, mask: Tensor, rule: AttentionRule) -> Tensor:
-    """query [Hq, Q, D] -> [Hq, Q, D], by one call of the kernel."""
-    key, value = (torch.cat(parts, dim=1)[None] for parts in zip(*keys_values, strict=True))
-    if unmasked := key.shape[2] - mask.shape[1]:
-        mask = torch.nn.functional.pad(mask, (unmasked, 0))
-    return attend(query[None], key, value, mask.contiguous(), rule)[0]
-
-
-def _attend_folded(query: Tensor, keys_values: KeysAndValues, mask: Tensor, rule: AttentionRule) -> Tensor:
-    """The same by plain products, segment by segment: query heads that share a key head are rows of one matrix."""
-    heads, length = len(keys_values[0][0]), query.shape[1]
-    folded = folded_queries(query, rule.scale, heads)
-    products = [torch.bmm(folded, key.transpose(1, 2)) for key, _ in keys_values]
-    scores = torch.cat(products, dim=2) if len(products) > 1 else products[0]
-    scores, keys = cap_scores(scores, rule), scores.shape[2]
-    scores.view(heads, -1, length, keys)[..., keys - mask.shape[1] :] += mask
-    probs = torch.softmax(scores, -1, out=scores) if rule.sinks is None else softmax_with_sinks(scores, rule.sinks)
-    parts = probs.split([key.shape[1] for key, _ in keys_values], dim=2)
-    output = torch.bmm(parts[0], keys_values[0][1])
-    for segment_probs, (_, value) in zip(parts[1:], keys_values[1:], strict=True):
-        output.baddbmm_(segment_probs, value)
-    return output.view(-1, length, output.shape[2])
