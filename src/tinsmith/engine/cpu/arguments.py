@@ -1,30 +1,19 @@
-"""Which tensors the compiled loops compute, and how they are passed to them. Imports no Numba."""
+"""Tensors as arguments of compiled loops, where there are such loops. Imports no Numba."""
 
 from __future__ import annotations
 
-import logging
 from importlib.util import find_spec
-from types import ModuleType
 
 import torch
 from torch import Tensor
-
-log = logging.getLogger(__name__)
 
 KINDS: dict[torch.dtype, type[float] | type[int]] = {torch.float32: float, torch.bfloat16: int}
 """What an address is for a loop, by the dtype of the numbers there."""
 
 
-def loops_on(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    """`engine.cpu.loops` for tensors of this dtype on this device; None where they are not computed by loops."""
-    if device.type != "cpu" or dtype not in KINDS or not find_spec("numba"):  # it is not ported to all processors
-        return None
-    try:
-        from tinsmith.engine.cpu import loops  # Numba takes 0.3 seconds
-    except Exception:
-        log.warning("Compiled loops do not work here: training and sampling are slower without them.", exc_info=True)
-        return None
-    return loops
+def has_loops(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether compiled loops can compute tensors of this dtype on this device: Numba is where it has been ported to."""
+    return device.type == "cpu" and dtype in KINDS and find_spec("numba") is not None
 
 
 def address(tensor: Tensor) -> float:

@@ -121,29 +121,40 @@ def write(rows: Any, start: Any, numbers: Any) -> None:
 
 
 @njit(inline="always")
+def score(query: Any, keys: Any, at: Any, scores: Any, place: Any, rest: Any, count: Any, width: Any) -> None:
+    """scores[g, place + k] = query[g] . keys[at + k width] for `count` keys; `rest` queries fill no tile."""
+    line, whole, queries, lines = scores.shape[1], len(query) - rest, data_of(query), data_of(scores)
+    for g in range(0, whole, TILE_QUERIES):
+        score_tile(queries, keys, at, lines, place, line, g, TILE_QUERIES, count, width)
+    score_tile(queries, keys, at, lines, place, line, whole, rest, count, width)
+
+
+@njit(inline="always")
 def score_part(
     query: Any, keys: Any, start: Any, first: Any, last: Any, scores: Any, before: Any, values: Any, values_start: Any,
     rest: Any, width: Any, stride: Any, ahead: Any,
 ) -> None:  # fmt: skip
-    """scores[g, before + k] = query[g] . keys[k] for k from first to last, while the values are brought nearer.
-
-    `rest` is the number of queries that fill no tile, and `ahead` that of a tile's numbers among the values.
-    """
-    line, whole, queries, lines = scores.shape[1], len(query) - rest, data_of(query), data_of(scores)
+    """scores[g, before + k] = query[g] . keys[k] for k from first to last, while the values are brought nearer, `ahead`
+    numbers with each tile."""
     k = first
     while k + TILE_KEYS <= last:
-        at, place = start + k * width, before + k
         prefetch(values, values_start + k * stride, ahead)
-        for g in range(0, whole, TILE_QUERIES):
-            score_tile(queries, keys, at, lines, place, line, g, TILE_QUERIES, TILE_KEYS, width)
-        score_tile(queries, keys, at, lines, place, line, whole, rest, TILE_KEYS, width)
+        score(query, keys, start + k * width, scores, before + k, rest, TILE_KEYS, width)
         k += TILE_KEYS
     while k < last:
-        at, place = start + k * width, before + k
-        for g in range(0, whole, TILE_QUERIES):
-            score_tile(queries, keys, at, lines, place, line, g, TILE_QUERIES, 1, width)
-        score_tile(queries, keys, at, lines, place, line, whole, rest, 1, width)
+        score(query, keys, start + k * width, scores, before + k, rest, 1, width)
         k += 1
+
+
+@njit(inline="always")
+def weigh(
+    output: Any, values: Any, at: Any, probs: Any, place: Any, rest: Any, count: Any, width: Any, stride: Any
+) -> None:
+    """output[g] += sum of probs[g, place + k] values[at + k stride] for `count` values; `rest` outputs fill no tile."""
+    line, whole, outputs, lines = probs.shape[1], len(output) - rest, data_of(output), data_of(probs)
+    for g in range(0, whole, TILE_QUERIES):
+        weigh_tile(outputs, values, at, lines, place, line, g, TILE_QUERIES, count, width, stride)
+    weigh_tile(outputs, values, at, lines, place, line, whole, rest, count, width, stride)
 
 
 @njit(inline="always")
@@ -152,19 +163,12 @@ def weigh_part(
     rest: Any, width: Any, stride: Any,
 ) -> None:  # fmt: skip
     """output[g] += sum of probs[g, before + k] values[k] for k from first to last."""
-    line, whole, outputs, lines = probs.shape[1], len(output) - rest, data_of(output), data_of(probs)
     k = first
     while k + TILE_VALUES <= last:
-        at, place = start + k * stride, before + k
-        for g in range(0, whole, TILE_QUERIES):
-            weigh_tile(outputs, values, at, lines, place, line, g, TILE_QUERIES, TILE_VALUES, width, stride)
-        weigh_tile(outputs, values, at, lines, place, line, whole, rest, TILE_VALUES, width, stride)
+        weigh(output, values, start + k * stride, probs, before + k, rest, TILE_VALUES, width, stride)
         k += TILE_VALUES
     while k < last:
-        at, place = start + k * stride, before + k
-        for g in range(0, whole, TILE_QUERIES):
-            weigh_tile(outputs, values, at, lines, place, line, g, TILE_QUERIES, 1, width, stride)
-        weigh_tile(outputs, values, at, lines, place, line, whole, rest, 1, width, stride)
+        weigh(output, values, start + k * stride, probs, before + k, rest, 1, width, stride)
         k += 1
 
 
@@ -202,25 +206,25 @@ def attention_function(is_float32: bool, group: int, key_width: int, value_width
         scores = np.empty((group, step.line), np.float32)
         source = atomic_next(argument)
         while source < step.rows * heads:
-            row, head, last, total = table[source // heads], source % heads, step.parts - 1, 0
+            row, head, total = table[source // heads], source % heads, 0
             for part in row:
                 total += part.length
             unseen = max(0, total - step.window) if step.window else 0
             read(query, source * group * key_width, step.scale, queries)
+            part = row[step.parts - 1]
+            keys = pointer(number(part.keys + step.layer * part.key_layer))
+            values = pointer(number(part.values + step.layer * part.value_layer))
+            new = head * part.capacity + part.length - 1
+            copy(keys, new * key_width, new_keys, source * key_width, key_width)
+            if value_width == value_stride:
+                copy(values, new * value_width, new_values, source * value_width, value_width)
             before = 0
-            for number_of_part in range(step.parts):
-                part = row[number_of_part]
+            for part in row:
                 keys = pointer(number(part.keys + step.layer * part.key_layer))
                 values = pointer(number(part.values + step.layer * part.value_layer))
-                at, at_values = head * part.capacity * key_width, head * part.capacity * value_stride
-                if number_of_part == last:
-                    copy(keys, at + (part.length - 1) * key_width, new_keys, source * key_width, key_width)
-                    if value_width == value_stride:
-                        end = at_values + (part.length - 1) * value_width
-                        copy(values, end, new_values, source * value_width, value_width)
-                first = min(max(0, unseen - before), part.length)
-                score_part(query, keys, at, first, part.length, scores, before, values, at_values,
-                           rest, key_width, value_stride, ahead)  # fmt: skip
+                start, first = head * part.capacity, min(max(0, unseen - before), part.length)
+                score_part(query, keys, start * key_width, first, part.length, scores, before,
+                           values, start * value_stride, rest, key_width, value_stride, ahead)  # fmt: skip
                 before += part.length
             end = pad(scores, unseen, total)
             for g in range(group):

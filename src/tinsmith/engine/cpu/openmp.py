@@ -16,15 +16,13 @@ import torch
 
 log = logging.getLogger(__name__)
 
-_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
 
 def run(function: Any, argument: int, threads: int) -> None:
     """Call a C function of Numba's with a pointer, in `threads` threads at once, of which fewer may come: the
     function must divide its work itself. Releases Python's lock."""
     library = _library() if threads > 1 else None
     if library is None:
-        _FUNCTION(function.address)(argument)
+        function.ctypes(argument)
     else:
         library.GOMP_parallel(function.address, argument, threads, 0)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.cpu import openmp
-from tinsmith.engine.cpu.arguments import KINDS, loops_on
+from tinsmith.engine.cpu.arguments import KINDS, has_loops
 from tinsmith.engine.model.architectures.latents import Latents
 from tinsmith.engine.model.attention_kernels import (
     additive_mask,
@@ -45,13 +45,16 @@ AttentionFunction = Callable[[int], Any]
 
 def attention_function(shape: CacheShape) -> AttentionFunction | None:
     """The compiled attention for rows of this shape, unchecked; None where there are no compiled loops."""
-    if loops_on(shape.device, shape.dtype) is None:
+    if not has_loops(shape.device, shape.dtype):
         return None
-    from tinsmith.engine.cpu import decoding  # like the loops
 
-    is_float32, width = KINDS[shape.dtype] is float, shape.value_width or shape.latent_width
-    stride = shape.value_width or shape.key_width
-    return lambda group: decoding.attention_function(is_float32, group, shape.key_width, width, stride)
+    def function(group: int) -> Any:
+        from tinsmith.engine.cpu import decoding  # where it fails, the check of decoding says so
+
+        width, stride = shape.value_width or shape.latent_width, shape.value_width or shape.key_width
+        return decoding.attention_function(KINDS[shape.dtype] is float, group, shape.key_width, width, stride)
+
+    return function
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +216,9 @@ def _addresses(row: CacheRow) -> list[int]:
     return [start + row.index * stride for start, stride in zip(first_row, _strides(row.bank, 1), strict=True)]
 
 
-def _strides(bank: Bank, side: int) -> list[int]:
-    """Bytes from one layer (side 0) or row (side 1) of a bank's keys and values to the next."""
-    return [tensor.stride(side) * tensor.itemsize for tensor in _tensors(bank)]
+def _strides(bank: Bank, dim: int) -> list[int]:
+    """Bytes from one layer (dim 0) or row (dim 1) of a bank's keys and values to the next."""
+    return [tensor.stride(dim) * tensor.itemsize for tensor in _tensors(bank)]
 
 
 def _tensors(bank: Bank) -> tuple[Tensor, Tensor]:

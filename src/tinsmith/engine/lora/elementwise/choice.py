@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tinsmith.engine.cpu.arguments import loops_on
+from tinsmith.engine.cpu.arguments import has_loops
 from tinsmith.engine.lora.elementwise import fused, operators
 from tinsmith.engine.triton_support import runs_triton
 
@@ -28,7 +28,7 @@ def kernels_on(device: torch.device, dtype: torch.dtype) -> fused.Kernels | None
             from tinsmith.engine.lora.elementwise import gpu_kernels
 
             return gpu_kernels
-        if loops_on(device, dtype) is not None:
+        if has_loops(device, dtype):
             from tinsmith.engine.lora.elementwise.cpu_kernels import CPUKernels
 
             return CPUKernels()

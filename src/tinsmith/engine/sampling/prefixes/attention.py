@@ -131,7 +131,8 @@ class PrefixAttention:
             if products or (query.device.type == "cpu" and call.stop - call.start <= MAX_FOLDED_QUERIES):
                 attended = batched_attention(own, keys[None], values[None], mask, rule)[0]
             else:
-                mask = pad(mask, (keys.shape[1] - mask.shape[1], 0))
+                if unmasked := keys.shape[1] - mask.shape[1]:
+                    mask = pad(mask, (unmasked, 0))
                 attended = attend(own, keys[None], values[None], mask.contiguous(), rule)
             output[:, call.start : call.stop] = attended.transpose(1, 2)
         return output
