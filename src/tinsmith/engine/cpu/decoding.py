@@ -12,26 +12,10 @@ from typing import Any
 import numpy as np
 from numba import carray, cfunc, njit, types  # pyright: ignore[reportAttributeAccessIssue] - two come by a star
 
-from tinsmith.engine.cpu.primitives import (
-    atomic_next,
-    compiled,
-    exp,
-    load,
-    pointer,
-    rounded,
-    store,
-    summing,
-    void_pointer,
-)
-from tinsmith.engine.cpu.vectors import (
-    TILE_KEYS,
-    TILE_QUERIES,
-    TILE_VALUES,
-    data_of,
-    prefetch,
-    score_tile,
-    weigh_tile,
-)
+from tinsmith.engine.cpu.primitives import atomic_next, load, pointer, rounded, store, void_pointer
+from tinsmith.engine.cpu.rows import softmax_row
+from tinsmith.engine.cpu.tiles import TILE_KEYS, TILE_QUERIES, TILE_VALUES, data_of, prefetch, score_tile, weigh_tile
+from tinsmith.engine.cpu.vectors import LANES
 
 STEP = np.dtype(
     [
@@ -61,30 +45,8 @@ PART = np.dtype(
         ("length", "i8"),  # tokens, with the new one
     ]
 )
-LINE = 64
-"""Scores are padded with -inf to a multiple of this, since what is left of LLVM's vectors is computed one by one."""
-
-
-@compiled
-def exponentials(numbers, largest):
-    """e^(x - largest), in place."""
-    for i in range(len(numbers)):
-        numbers[i] = exp(numbers[i] - largest)
-
-
-@summing
-def softmax(numbers, like):
-    """The softmax of numbers, in place, both rounded to the dtype of a pointer."""
-    largest, total = np.float32(-np.inf), np.float32(0)
-    for i in range(len(numbers)):
-        number = rounded(like, numbers[i])
-        numbers[i], largest = number, max(largest, number)
-    exponentials(numbers, largest)
-    for i in range(len(numbers)):
-        total += numbers[i]
-    inverse = np.float32(1) / total
-    for i in range(len(numbers)):
-        numbers[i] = rounded(like, numbers[i] * inverse)
+LINE = LANES
+"""Scores are padded with -inf to a multiple of this."""
 
 
 @njit(inline="always")
@@ -101,14 +63,6 @@ def read(rows: Any, start: Any, factor: Any, numbers: Any) -> None:
     for row in range(len(rows)):
         for i in range(width):
             rows[row, i] = rounded(numbers, load(numbers, start + row * width + i) * np.float32(factor))
-
-
-@njit(inline="always")
-def clear(outputs: Any, queries: Any) -> None:
-    """Fill outputs with 0, or with NaN if their query is NaN, which `exp` hides."""
-    for row in range(len(outputs)):
-        for i in range(outputs.shape[1]):
-            outputs[row, i] = queries[row, 0] * np.float32(0)
 
 
 @njit(inline="always")
@@ -228,8 +182,8 @@ def attention_function(is_float32: bool, group: int, key_width: int, value_width
                 before += part.length
             end = pad(scores, unseen, total)
             for g in range(group):
-                softmax(scores[g, unseen:end], queries)
-            clear(output, query)
+                softmax_row(data_of(scores), g * step.line + unseen, end - unseen, queries)
+            output[:] = 0
             before = 0
             for part in row:
                 values = pointer(number(part.values + step.layer * part.value_layer))

@@ -112,25 +112,34 @@ def rounded(context: Any, pointer: Any, number: Any) -> Any:
     return types.float32(pointer, types.float32), generate
 
 
+EXP_COEFFICIENTS = tuple(
+    np.float32(number)
+    for number in (
+        1.44269504,  # 1 / ln 2
+        12582912,  # 1.5 * 2^23: the last bits of a sum with it are the nearest whole number
+        -0.693359375,  # -ln 2 = the sum of these two
+        2.12194440e-4,
+        1.9875691500e-4,
+        1.3981999507e-3,
+        8.3334519073e-3,
+        4.1665795894e-2,
+        1.6666665459e-1,
+        5.0000001201e-1,
+    )
+)
+"""Of e^x = 2^n e^r with |r| <= ln 2 / 2, by a polynomial (Cephes' expf)."""
+
+
 @njit(inline="always")
 def exp(number: Any) -> Any:
-    """e^x of a float32 within 2 units in its last place; beyond +-87 that of +-87; a finite number for NaN.
-
-    2^n e^r with |r| <= ln 2 / 2, by a polynomial (Cephes' expf).
-    """
+    """e^x of a float32 within 2 units in its last place; beyond +-87 that of +-87; a finite number for NaN."""
+    log2, shift, upper, lower, c7, c6, c5, c4, c3, c2 = EXP_COEFFICIENTS
     number = min(max(number, np.float32(-87)), np.float32(87))
-    shifted = number * np.float32(1.44269504) + np.float32(12582912)  # 1.5 * 2^23: the sum's last bits are n
-    whole = shifted - np.float32(12582912)
-    rest = number - whole * np.float32(0.693359375)
-    rest = rest + whole * np.float32(2.12194440e-4)
-    power = np.float32(1.9875691500e-4)
-    power = power * rest + np.float32(1.3981999507e-3)
-    power = power * rest + np.float32(8.3334519073e-3)
-    power = power * rest + np.float32(4.1665795894e-2)
-    power = power * rest + np.float32(1.6666665459e-1)
-    power = power * rest + np.float32(5.0000001201e-1)
-    power = power * rest * rest + rest + np.float32(1)
-    return power * as_float((as_bits(shifted) << np.uint32(23)) + np.uint32(0x3F800000))
+    shifted = number * log2 + shift
+    whole = shifted - shift
+    rest = (number + whole * upper) + whole * lower
+    power = (((((c7 * rest + c6) * rest + c5) * rest + c4) * rest + c3) * rest + c2) * rest
+    return (power * rest + rest + np.float32(1)) * as_float((as_bits(shifted) << np.uint32(23)) + np.uint32(0x3F800000))
 
 
 @njit(inline="always")
@@ -147,6 +156,16 @@ def void_pointer(context: Any, address: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
     return types.voidptr(address), generate
+
+
+@intrinsic
+def flags(context: Any, address: Any) -> Any:
+    """A pointer to bytes at an address, each 0 or 1."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.uint8)(address), generate
 
 
 @intrinsic

@@ -1,163 +1,151 @@
-"""Products of a few queries with a few keys or values as vector instructions, for loops of attention.
+"""Vectors of float32 numbers in LLVM's instructions, for intrinsics of Numba: of bfloat16 numbers as of float32 ones.
 
-LLVM's own vectorizer reads keys once for each query, and its sums cost more than their products. A tile is a number of
-queries by a number of keys or values, both constants, whose sums stay in registers. Widths are constants too.
+LLVM's own vectorizer leaves loops as they are where a maximum is taken, and its sums cost more than their products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from llvmlite import binding, ir
-from numba import types
 from numba.extending import intrinsic
 
-from tinsmith.engine.cpu.primitives import BITS
+from tinsmith.engine.cpu.primitives import BITS, EXP_COEFFICIENTS
 
 FLOAT, INT64 = ir.FloatType(), ir.IntType(64)
-_HAS_32_REGISTERS = binding.get_host_cpu_features().get("avx512f", False)
-LANES = 16 if _HAS_32_REGISTERS else 8
+HAS_32_REGISTERS: bool = binding.get_host_cpu_features().get("avx512f", False)
+LANES = 16 if HAS_32_REGISTERS else 8
 """Numbers in a vector, at most."""
-TILE_QUERIES = 4 if _HAS_32_REGISTERS else 2
-TILE_KEYS = 4
-TILE_VALUES = 8
-"""Sizes of the largest tiles, so that all of a tile is in registers."""
 of_constants: Callable[[Callable[..., Any]], Any] = cast("Any", intrinsic)(prefer_literal=True)
 """An intrinsic of which some arguments are constants."""
 
 
-@intrinsic
-def data_of(context: Any, array: Any) -> Any:
-    """A pointer to the numbers of an array."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return context.make_array(signature.args[0])(context, builder, arguments[0]).data
-
-    return types.CPointer(array.dtype)(array), generate
-
-
-@of_constants
-def score_tile(
-    context: Any, queries: Any, keys: Any, at: Any, scores: Any, place: Any, line: Any, first: Any,
-    rows: Any, count: Any, width: Any,
-) -> Any:  # fmt: skip
-    """scores[g line + place + k] = queries[g] . keys[at + k width], of `rows` queries from `first` on, `count` keys."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        queries, keys, at, scores, place, line, first, *_ = arguments
-        lanes = _lanes(width.literal_value)
-        own = builder.mul(first, INT64(width.literal_value))
-        zero = ir.Constant(ir.VectorType(FLOAT, lanes), [0.0] * lanes)
-        sums = [[zero] * count.literal_value for _ in range(rows.literal_value)]
-        for i in range(0, width.literal_value, lanes):
-            offsets = [_index(builder, at, k * width.literal_value + i) for k in range(count.literal_value)]
-            vectors = [_read(builder, keys, offset, lanes) for offset in offsets]
-            for g, line_sums in enumerate(sums):
-                query = _read(builder, queries, _index(builder, own, g * width.literal_value + i), lanes)
-                sums[g] = [_fma(builder, query, *pair) for pair in zip(vectors, line_sums, strict=True)]
-        for g, line_sums in enumerate(sums):
-            start = builder.add(place, builder.mul(line, _index(builder, first, g)))
-            for k, vector in enumerate(line_sums):
-                builder.store(_sum(builder, vector), builder.gep(scores, [_index(builder, start, k)]))
-        return context.get_dummy_value()
-
-    whole = types.int64
-    return types.void(queries, keys, whole, scores, whole, whole, whole, rows, count, width), generate
-
-
-@of_constants
-def weigh_tile(
-    context: Any, outputs: Any, values: Any, at: Any, probs: Any, place: Any, line: Any, first: Any,
-    rows: Any, count: Any, width: Any, stride: Any,
-) -> Any:  # fmt: skip
-    """outputs[g] += sum of probs[g line + place + k] values[at + k stride], of `rows` outputs from `first` on,
-    `count` values."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        outputs, values, at, probs, place, line, first, *_ = arguments
-        lanes = _lanes(width.literal_value)
-        own = builder.mul(first, INT64(width.literal_value))
-        lines = (builder.mul(line, _index(builder, first, g)) for g in range(rows.literal_value))
-        starts = [builder.add(place, start) for start in lines]
-        weights = [
-            [_broadcast(builder, probs, _index(builder, start, k), lanes) for k in range(count.literal_value)]
-            for start in starts
-        ]
-        for i in range(0, width.literal_value, lanes):
-            places = [_index(builder, own, g * width.literal_value + i) for g in range(rows.literal_value)]
-            sums = [_read(builder, outputs, place, lanes) for place in places]
-            for k in range(count.literal_value):
-                vector = _read(builder, values, _index(builder, at, k * stride.literal_value + i), lanes)
-                sums = [_fma(builder, vector, weights[g][k], total) for g, total in enumerate(sums)]
-            for place, total in zip(places, sums, strict=True):
-                builder.store(total, _vector_at(builder, outputs, place, lanes), align=4)
-        return context.get_dummy_value()
-
-    whole = types.int64
-    return types.void(outputs, values, whole, probs, whole, whole, whole, rows, count, width, stride), generate
-
-
-@of_constants
-def prefetch(context: Any, numbers: Any, at: Any, count: Any) -> Any:
-    """Bring `count` numbers into the second cache of the core."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        signature = ir.FunctionType(ir.VoidType(), [byte, BITS, BITS, BITS])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], signature)
-        first = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), byte)
-        for line in range(0, count.literal_value * numbers.dtype.bitwidth // 8, 64):
-            # of data to be read, into the second level
-            builder.call(function, [builder.gep(first, [INT64(line)]), BITS(0), BITS(2), BITS(1)])
-        return context.get_dummy_value()
-
-    return types.void(numbers, types.int64, count), generate
-
-
-def _lanes(width: int) -> int:
+def lanes_in(width: int) -> int:
     """The largest power of 2 that divides a width, up to LANES."""
     return min(LANES, width & -width)
 
 
-def _index(builder: Any, start: Any, offset: int) -> Any:
+def index(builder: Any, start: Any, offset: int) -> Any:
     return builder.add(start, INT64(offset))
 
 
-def _vector_at(builder: Any, pointer: Any, index: Any, lanes: int) -> Any:
-    place = builder.gep(pointer, [index])
-    return builder.bitcast(place, ir.VectorType(pointer.type.pointee, lanes).as_pointer())
-
-
-def _read(builder: Any, pointer: Any, index: Any, lanes: int) -> Any:
+def read(builder: Any, pointer: Any, at: Any, lanes: int = LANES) -> Any:
     """A vector of float32 from float32 or bfloat16 numbers."""
-    is_float32 = pointer.type.pointee == FLOAT
-    numbers = builder.load(_vector_at(builder, pointer, index, lanes), align=4 if is_float32 else 2)
-    if is_float32:
+    numbers = builder.load(_vector_at(builder, pointer, at, lanes), align=_alignment(pointer))
+    if pointer.type.pointee == FLOAT:
         return numbers
-    wide = ir.VectorType(BITS, lanes)
-    upper = builder.shl(builder.zext(numbers, wide), ir.Constant(wide, [16] * lanes))
-    return builder.bitcast(upper, ir.VectorType(FLOAT, lanes))
+    bits = builder.shl(builder.zext(numbers, _bits(lanes)), _whole(16, lanes))
+    return builder.bitcast(bits, ir.VectorType(FLOAT, lanes))
 
 
-def _broadcast(builder: Any, pointer: Any, index: Any, lanes: int) -> Any:
+def write(builder: Any, pointer: Any, at: Any, vector: Any) -> None:
+    """Store a vector as float32 or bfloat16 numbers."""
+    lanes = vector.type.count
+    if pointer.type.pointee != FLOAT:
+        upper = builder.lshr(_rounded_bits(builder, vector), _whole(16, lanes))
+        vector = builder.trunc(upper, ir.VectorType(ir.IntType(16), lanes))
+    builder.store(vector, _vector_at(builder, pointer, at, lanes), align=_alignment(pointer))
+
+
+def rounded(builder: Any, vector: Any, pointer: Any) -> Any:
+    """A vector as it would be read after it was stored at a pointer."""
+    if pointer.type.pointee == FLOAT:
+        return vector
+    upper = builder.and_(_rounded_bits(builder, vector), _whole(0xFFFF0000, vector.type.count))
+    return builder.bitcast(upper, vector.type)
+
+
+def broadcast(builder: Any, number: Any, lanes: int = LANES) -> Any:
     """A vector of a float32."""
-    vector = ir.VectorType(FLOAT, lanes)
-    number = builder.load(builder.gep(pointer, [index]))
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), number, BITS(0))
-    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(BITS, lanes), [0] * lanes))
+    first = builder.insert_element(ir.Constant(ir.VectorType(FLOAT, lanes), ir.Undefined), number, BITS(0))
+    return builder.shuffle_vector(first, first, _whole(0, lanes))
 
 
-def _fma(builder: Any, left: Any, right: Any, total: Any) -> Any:
+def constant(number: float, lanes: int = LANES) -> Any:
+    return ir.Constant(ir.VectorType(FLOAT, lanes), [float(number)] * lanes)
+
+
+def fma(builder: Any, left: Any, right: Any, total: Any) -> Any:
     return builder.fadd(builder.fmul(left, right, flags=("contract",)), total, flags=("contract",))
 
 
-def _sum(builder: Any, vector: Any) -> Any:
-    """The sum of a vector, half by half."""
+def larger(builder: Any, left: Any, right: Any) -> Any:
+    """The larger of two numbers or vectors; the left one where the right one is NaN."""
+    return builder.select(builder.fcmp_ordered(">", right, left), right, left)
+
+
+def folded(builder: Any, vector: Any, operation: Callable[[Any, Any], Any]) -> Any:
+    """The sum or the like of a vector, half by half."""
     while (lanes := vector.type.count) > 1:
         halves = (
             ir.Constant(ir.VectorType(BITS, lanes // 2), list(range(start, start + lanes // 2)))
             for start in (0, lanes // 2)
         )
-        vector = builder.fadd(*(builder.shuffle_vector(vector, vector, half) for half in halves))
+        vector = operation(*(builder.shuffle_vector(vector, vector, half) for half in halves))
     return builder.extract_element(vector, BITS(0))
+
+
+def exponential(builder: Any, vector: Any) -> Any:
+    """e^x, as `primitives.exp` computes it; NaN for NaN."""
+    log2, shift, upper, lower, *coefficients = EXP_COEFFICIENTS
+    vector = larger(builder, vector, constant(-87.0))
+    vector = builder.select(builder.fcmp_ordered(">", vector, constant(87.0)), constant(87.0), vector)
+    shifted = fma(builder, vector, constant(log2), constant(shift))
+    whole = builder.fsub(shifted, constant(shift))
+    rest = fma(builder, whole, constant(lower), fma(builder, whole, constant(upper), vector))
+    power = constant(coefficients[0])
+    for coefficient in coefficients[1:]:
+        power = fma(builder, power, rest, constant(coefficient))
+    power = builder.fadd(fma(builder, builder.fmul(power, rest), rest, rest), constant(1.0))
+    exponent = builder.shl(builder.bitcast(shifted, _bits(LANES)), _whole(23, LANES))
+    scale = builder.bitcast(builder.add(exponent, _whole(0x3F800000, LANES)), vector.type)
+    return builder.fmul(power, scale)
+
+
+def loop(
+    builder: Any, count: Any, step: int, start: Sequence[Any], body: Callable[[Any, Sequence[Any]], Sequence[Any]]
+) -> Sequence[Any]:
+    """Call `body` with 0, step, ... below `count`, and with what it returned before, `start` at first; returns the
+    last of these."""
+    before, head = builder.block, builder.append_basic_block("head")
+    inside, after = builder.append_basic_block("inside"), builder.append_basic_block("after")
+    builder.branch(head)
+    builder.position_at_end(head)
+    at, *carried = (builder.phi(value.type) for value in (INT64(0), *start))
+    builder.cbranch(builder.icmp_signed("<", at, count), inside, after)
+    builder.position_at_end(inside)
+    results = body(at, carried)
+    following = index(builder, at, step)
+    for phi, first, value in zip((at, *carried), (INT64(0), *start), (following, *results), strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(value, builder.block)
+    builder.branch(head)
+    builder.position_at_end(after)
+    return carried
+
+
+def _vector_at(builder: Any, pointer: Any, at: Any, lanes: int) -> Any:
+    place = builder.gep(pointer, [at])
+    return builder.bitcast(place, ir.VectorType(pointer.type.pointee, lanes).as_pointer())
+
+
+def _alignment(pointer: Any) -> int:
+    return 4 if pointer.type.pointee == FLOAT else 2
+
+
+def _bits(lanes: int) -> Any:
+    return ir.VectorType(BITS, lanes)
+
+
+def _whole(number: int, lanes: int) -> Any:
+    return ir.Constant(_bits(lanes), [number] * lanes)
+
+
+def _rounded_bits(builder: Any, vector: Any) -> Any:
+    """The bits of a vector, the upper half of each rounded to nearest and to even: that of a bfloat16."""
+    lanes = vector.type.count
+    bits = builder.bitcast(vector, _bits(lanes))
+    odd = builder.and_(builder.lshr(bits, _whole(16, lanes)), _whole(1, lanes))
+    up = builder.add(builder.add(bits, _whole(0x7FFF, lanes)), odd)
+    return builder.select(builder.fcmp_ordered("ord", vector, vector), up, _whole(0x7FC00000, lanes))

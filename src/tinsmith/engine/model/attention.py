@@ -8,10 +8,13 @@ runs of its shared prefix and its own positions. On a GPU one FlexAttention call
 where that is supported, else `scaled_dot_product_attention`. On a CPU the kernel is PyTorch's flash attention, forward
 and backward called directly, so that gradients of a shared prefix accumulate in place.
 
-On CPUs with bfloat16 products, attention is instead computed as batched matrix products (`batched_attention`), with the
-query heads that share a key head folded into the rows. This is several times as fast as the flash kernel there, whose
-backward computes in float32. Its matrix of probabilities [Hkv, G Q, K] is saved for the backward where it is small and
-recomputed where it is not, so that memory grows linearly with the length of a row.
+Where Numba is, compiled functions compute all calls of a layer at once instead (`cpu.calls`), in a third to a half of
+the time, and save nothing for the backward but its inputs. They know neither soft caps nor sinks.
+
+Without them, CPUs compute bfloat16 attention as batched matrix products (`batched_attention`), with the query heads
+that share a key head folded into the rows: the flash kernel's backward is slow there. The matrix of probabilities
+[Hkv, G Q, K] is saved for the backward where it is small and recomputed where it is not, so that memory grows linearly
+with the length of a row.
 
 A piece of a tree (`packing.cut`) also sees saved keys and values of the positions before it. Its backward adds their
 gradients to those saved, and takes from these what later pieces have added to its own.
@@ -33,6 +36,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from typing_extensions import override
 
+from tinsmith.engine.cpu.calls import AttentionCall, CompiledCalls, KeyRun
 from tinsmith.engine.model import flex_attention
 from tinsmith.engine.model.architectures.latents import Latents, to_cache
 from tinsmith.engine.model.attention_kernels import (
@@ -60,6 +64,10 @@ after a call's last query are left out."""
 _HARMLESS = {"dropout", "position_ids", "use_cache", "cache_position", "past_key_values", "output_attentions",
              "output_hidden_states", "return_dict", "is_causal", "position_embeddings"}  # fmt: skip
 """Keywords of transformers' attention modules that change nothing here."""
+
+
+Calls = Sequence["KernelCall"] | CompiledCalls
+"""The calls of a layer."""
 
 
 class AttentionContext(Protocol):
@@ -111,13 +119,10 @@ def _attention(
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionCall:
-    """A job of the tree, or some of its queries: one kernel call."""
+class KernelCall:
+    """One call of PyTorch's kernel, or of `batched_attention`."""
 
-    start: int
-    stop: int
-    """Its own keys; as queries they are counted from the end, since there may be keys before the first query."""
-    prefix: tuple[tuple[int, int], ...]
+    call: AttentionCall
     mask: Tensor | None
     """For an attention kernel: additive [Q, P + Q]; None if every query sees the whole prefix and its own past."""
     batched_mask: Tensor | None
@@ -204,19 +209,28 @@ class PackedAttention:
     """Keys and values [1, Hkv, T, D] of each layer, if `save_kv`, as `to_cache` gives them."""
     before: PieceKV | None = None
     """Keys and values before the tree's positions, if these are a piece of a larger tree."""
-    _calls: dict[tuple[int | None, bool], list[AttentionCall]] = field(default_factory=dict)
-    """By window and whether products compute them: layers with the same rule share the masks."""
+    compiled: bool = False
+    """Whether compiled functions compute what they can."""
+    _calls: dict[tuple[int | None, str], Calls] = field(default_factory=dict)
+    """By window and what computes them: layers with the same rule share the masks."""
     cached_queries: int = 0
 
-    def calls(self, rule: AttentionRule) -> Sequence[AttentionCall]:
+    def calls(self, rule: AttentionRule) -> Calls:
         """The calls of a layer with this rule."""
         cpu = self.device.type == "cpu"
-        products = (cpu and self.dtype == torch.bfloat16) or needs_products(rule, self.device)
-        if (rule.window, products) not in self._calls:
-            self._calls[rule.window, products] = [
-                call for job in self.tree.jobs for call in self._job_calls(job, rule.window, products)
-            ]
-        return self._calls[rule.window, products]
+        form = "kernel"
+        if self.compiled and rule.softcap is None and rule.sinks is None:
+            form = "compiled"
+        elif (cpu and self.dtype == torch.bfloat16) or needs_products(rule, self.device):
+            form = "products"
+        if (rule.window, form) not in self._calls:
+            by_kernel = form == "kernel"
+            calls = [call for job in self.tree.jobs for call in self._job_calls(job, rule.window, by_kernel)]
+            if form == "compiled":
+                self._calls[rule.window, form] = CompiledCalls.of(calls)
+            else:
+                self._calls[rule.window, form] = [self._kernel_call(call, by_kernel) for call in calls]
+        return self._calls[rule.window, form]
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, latents: Latents | None = None
@@ -224,41 +238,46 @@ class PackedAttention:
         """As `AttentionContext.attend`."""
         if self.save_kv:
             self.saved_kv.append(to_cache(key, value, latents))
-        width = value.shape[3]
-        query, key, value = equal_widths(query, key, value)
-        calls = self.calls(rule)
+        calls, width = self.calls(rule), value.shape[3]
+        if not isinstance(calls, CompiledCalls):
+            query, key, value = equal_widths(query, key, value)
         before = None if self.before is None else self.before.layer(layer, key, value)
-        if torch.is_grad_enabled():
+        if isinstance(calls, CompiledCalls):
+            output = _CompiledAttention.apply(query, key, value, calls, rule.scale, before)
+        elif torch.is_grad_enabled():
             output = _PackedAttention.apply(query, key, value, calls, rule, before)
         else:
             output = _packed_forward(query, *_joined(key, value, before), calls, rule)[0]
         return output.transpose(1, 2)[..., :width]  # type: ignore[no-any-return]
 
-    def _job_calls(self, job: AttentionJob, window: int | None, products: bool) -> Iterator[AttentionCall]:
-        """A job split by queries. A call's prefix is the job's plus the queries before it, so that less is masked."""
+    def _job_calls(self, job: AttentionJob, window: int | None, by_kernel: bool) -> Iterator[AttentionCall]:
+        """A job split by queries. A call's keys are the job's prefix and the queries up to its last, so that less is
+        masked."""
         total = job.stop - job.start
         depth = 0 if job.mask is None else job.mask.shape[1] - total
         split = (self.device.type == "cpu" and job.mask is not None) or (window is not None and depth + total > window)
-        step = CALL_QUERIES if products else MASKED_CALL_QUERIES if split else total
+        step = CALL_QUERIES if not by_kernel else MASKED_CALL_QUERIES if split else total
         for first in range(0, total, step):
             last = min(first + step, total)
             visible = None if job.mask is None else job.mask[first:last, : depth + last]
-            before = ((job.start, job.start + first),) if first else ()
-            prefix: tuple[tuple[int, int], ...] = (*job.prefix, *before)
+            runs = (*job.prefix, (job.start, job.start + last))
             if window is not None and depth + last > window:
                 visible, skipped = self._windowed(job, first, last, visible, window)
-                prefix = after(prefix, skipped)
-            elif products and visible is None:
-                visible = causal_mask(last - first, last)
-            elif visible is None and first:
-                visible = np.tri(last - first, last, first, dtype=bool)
-            mask = None if visible is None else additive_mask(visible, self.dtype, self.device)
-            start, stop = job.start + first, job.start + last
-            yield (
-                AttentionCall(start, stop, prefix, None, mask)
-                if products
-                else AttentionCall(start, stop, prefix, mask, None)
-            )
+                runs = after(runs, skipped)
+            keys = tuple(KeyRun(start, stop) for start, stop in runs)
+            past = 0 if self.before is None else self.before.piece.past
+            start = job.start - past
+            yield AttentionCall(start + first, start + last, keys, visible)
+
+    def _kernel_call(self, call: AttentionCall, by_kernel: bool) -> KernelCall:
+        """A call with its mask."""
+        visible, queries, keys = call.visible, call.stop - call.start, call.keys
+        if visible is None and not by_kernel:
+            visible = causal_mask(queries, keys)
+        elif visible is None and queries < keys:
+            visible = np.tri(queries, keys, keys - queries, dtype=bool)
+        mask = None if visible is None else additive_mask(visible, self.dtype, self.device)
+        return KernelCall(call, mask, None) if by_kernel else KernelCall(call, None, mask)
 
     def _windowed(
         self, job: AttentionJob, first: int, last: int, visible: np.ndarray | None, window: int
@@ -276,15 +295,22 @@ class PackedAttention:
 
 
 def packed_attention(
-    tree: PackedTree, dtype: torch.dtype, device: torch.device, save_kv: bool = False, *, flex: bool = False
+    tree: PackedTree,
+    dtype: torch.dtype,
+    device: torch.device,
+    save_kv: bool = False,
+    *,
+    flex: bool = False,
+    compiled: bool = False,
 ) -> PackedAttention | flex_attention.FlexAttention:
-    """Attention over `tree`, by FlexAttention or job by job. Masks are computed once for all layers of a rule.
+    """Attention over `tree`, by FlexAttention, compiled functions or job by job. Masks are computed once for all layers
+    of a rule.
 
     With `save_kv`, the keys and values of each layer are collected for the KV cache.
     """
     if flex:
         return flex_attention.packed_attention(tree, device, save_kv)
-    return PackedAttention(tree, dtype, device, save_kv)
+    return PackedAttention(tree, dtype, device, save_kv, compiled=compiled)
 
 
 def after(runs: tuple[tuple[int, int], ...], skipped: int) -> tuple[tuple[int, int], ...]:
@@ -299,11 +325,10 @@ def after(runs: tuple[tuple[int, int], ...], skipped: int) -> tuple[tuple[int, i
 
 
 def _visible(tensor: Tensor, call: AttentionCall) -> Tensor:
-    """The keys (or values) of a call: its prefix, then its own."""
-    runs = (*call.prefix, (call.start, call.stop))
-    if all(left[1] == right[0] for left, right in pairwise(runs)):
-        return tensor[:, :, runs[0][0] : call.stop]
-    return torch.cat([tensor[:, :, start:stop] for start, stop in runs], dim=2)
+    """The keys (or values) of a call."""
+    if all(left.stop == right.start for left, right in pairwise(call.runs)):
+        return tensor[:, :, call.runs[0].start : call.runs[-1].stop]
+    return torch.cat([tensor[:, :, run.start : run.stop] for run in call.runs], dim=2)
 
 
 def _joined(key: Tensor, value: Tensor, before: PieceLayerKV | None) -> tuple[Tensor, Tensor]:
@@ -312,24 +337,23 @@ def _joined(key: Tensor, value: Tensor, before: PieceLayerKV | None) -> tuple[Te
 
 
 def _packed_forward(
-    query: Tensor, key: Tensor, value: Tensor, calls: Sequence[AttentionCall], rule: AttentionRule
+    query: Tensor, key: Tensor, value: Tensor, calls: Sequence[KernelCall], rule: AttentionRule
 ) -> tuple[Tensor, list[Tensor]]:
     """The output, and of each call what its backward needs: probabilities, or the logsumexp of the flash kernel."""
     # [1, T, Hq, D] in memory, so that the output projection reads it without a copy.
     output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
     saved: list[Tensor] = []
-    past = key.shape[2] - query.shape[2]
-    for call in calls:
-        queries = slice(call.start - past, call.stop - past)
-        own, keys, values = query[:, :, queries], _visible(key, call), _visible(value, call)
-        if call.batched_mask is not None:
-            result, probs = batched_attention(own, keys, values, call.batched_mask, rule)
+    for each in calls:
+        queries = slice(each.call.start, each.call.stop)
+        own, keys, values = query[:, :, queries], _visible(key, each.call), _visible(value, each.call)
+        if each.batched_mask is not None:
+            result, probs = batched_attention(own, keys, values, each.batched_mask, rule)
             saved.append(probs)
         elif query.device.type == "cpu":
-            result, logsumexp = flash_attention(own, keys, values, call.mask, rule)
+            result, logsumexp = flash_attention(own, keys, values, each.mask, rule)
             saved.append(logsumexp)
         else:
-            result = attend(own, keys, values, call.mask, rule)
+            result = attend(own, keys, values, each.mask, rule)
         output[:, :, queries] = result
     return output, saved
 
@@ -342,7 +366,7 @@ class _PackedAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        calls: Sequence[AttentionCall],
+        calls: Sequence[KernelCall],
         rule: AttentionRule,
         before: PieceLayerKV | None,
     ) -> Tensor:
@@ -356,29 +380,56 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         query, own_key, own_value, output, *saved = ctx.saved_tensors
         key, value = _joined(own_key, own_value, ctx.before)  # again, because saving them would take their memory
-        past = key.shape[2] - query.shape[2]
         query_grad = torch.empty_like(query)
         # float32, because the keys of a shared prefix sum the gradients of many replies.
         key_grad, value_grad = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (key, value))
-        for number, call in enumerate(ctx.calls):
-            own = slice(call.start - past, call.stop - past)
-            inputs = (query[:, :, own], _visible(key, call), _visible(value, call))
-            if call.batched_mask is not None:
+        for number, each in enumerate(ctx.calls):
+            own = slice(each.call.start, each.call.stop)
+            inputs = (query[:, :, own], _visible(key, each.call), _visible(value, each.call))
+            if each.batched_mask is not None:
                 call_grads = batched_attention_backward(
-                    grads[0][:, :, own], *inputs, saved[number], call.batched_mask, ctx.rule
+                    grads[0][:, :, own], *inputs, saved[number], each.batched_mask, ctx.rule
                 )
             elif query.device.type == "cpu":
                 call_grads = flash_attention_backward(
-                    grads[0][:, :, own], inputs, (output[:, :, own], saved[number]), call.mask, ctx.rule
+                    grads[0][:, :, own], inputs, (output[:, :, own], saved[number]), each.mask, ctx.rule
                 )
             else:
-                call_grads = _recomputed(grads[0][:, :, own], inputs, call.mask, ctx.rule)
+                call_grads = _recomputed(grads[0][:, :, own], inputs, each.mask, ctx.rule)
             query_grad[:, :, own] = call_grads[0]
             at = 0
-            for start, stop in (*call.prefix, (call.start, call.stop)):
-                key_grad[:, :, start:stop] += call_grads[1][:, :, at : at + stop - start]
-                value_grad[:, :, start:stop] += call_grads[2][:, :, at : at + stop - start]
-                at += stop - start
+            for run in each.call.runs:
+                count = run.stop - run.start
+                key_grad[:, :, run.start : run.stop] += call_grads[1][:, :, at : at + count]
+                value_grad[:, :, run.start : run.stop] += call_grads[2][:, :, at : at + count]
+                at += count
+        if ctx.before is not None:
+            key_grad, value_grad = ctx.before.exchange(key_grad, value_grad)
+        return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), None, None, None
+
+
+class _CompiledAttention(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        calls: CompiledCalls,
+        scale: float,
+        before: PieceLayerKV | None,
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.calls, ctx.scale, ctx.before = calls, scale, before
+        return calls.forward(query, [_joined(key, value, before)], scale)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        query, key, value = ctx.saved_tensors
+        joined = _joined(key, value, ctx.before)  # again, because saving them would take their memory
+        query_grad, key_grad, value_grad = ctx.calls.backward(grads[0], query, *joined, ctx.scale)
         if ctx.before is not None:
             key_grad, value_grad = ctx.before.exchange(key_grad, value_grad)
         return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), None, None, None

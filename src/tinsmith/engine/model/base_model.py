@@ -35,6 +35,8 @@ class BaseModel:
     """Whether the residual stream is float32 for every dtype of the base."""
     flex_attention: bool = False
     """Whether one FlexAttention call computes a packed tree."""
+    compiled_attention: bool = False
+    """Whether compiled functions compute it, on a CPU."""
     recurrent: RecurrentShape | None = None
     """The states of its recurrent layers, if it has any."""
     latent_width: int = 0
@@ -84,8 +86,10 @@ class BaseModel:
         """Hidden states [T, D] of the packed tokens; `dtype`, if not the base's own, is that of its activations.
         Attention is `context`'s if that is given, else the tree's."""
         dtype = dtype or self.dtype
-        flex = self.flex_attention and dtype == self.dtype  # compiled for the base's own dtype
-        context = context or attention.packed_attention(tree, dtype, self.device, flex=flex)
+        own = dtype == self.dtype  # for which alone functions are compiled
+        context = context or attention.packed_attention(
+            tree, dtype, self.device, flex=own and self.flex_attention, compiled=own and self.compiled_attention
+        )
         recurrent = self.recurrent
         return self.hidden(
             torch.as_tensor(tree.tokens, device=self.device),

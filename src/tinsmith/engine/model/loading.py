@@ -146,7 +146,7 @@ def prepare(
         checks=checks or LoadChecks(),
         per_layer_embeddings=support.TOKEN_TABLE in dict(body.named_children()),
     )
-    base = self_check.with_flex_attention(base)
+    base = self_check.with_compiled_attention(self_check.with_flex_attention(base))
     self_check.check(base)
     gated_delta_net.drop_originals(model)
     shared = routing.install(model)

@@ -10,14 +10,17 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tinsmith.engine.cpu.arguments import has_loops
 from tinsmith.engine.model import attention, flex_attention, packing, precision, support
 from tinsmith.engine.model.architectures.uniform_kv import UniformKV, uniform_kv
+from tinsmith.engine.model.attention_rule import AttentionRule
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.logit_rule import logit_rule
 from tinsmith.errors import TinsmithError, Unsupported
@@ -26,6 +29,12 @@ log = logging.getLogger(__name__)
 
 MAX_PROBE_WINDOW = 128
 """The probe's rows are longer than windows up to this one. Beyond larger windows only the tests have computed."""
+
+
+PROBE_ROW = 60
+"""Tokens of the rows with which the compiled attention is checked."""
+COMPILED_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Error of outputs and gradients by the largest of them: bfloat16 rounds to 1/256 of a number, and more than once."""
 
 
 class NotComputable(Unsupported):
@@ -38,6 +47,42 @@ def with_flex_attention(base: BaseModel) -> BaseModel:
         return base
     base.model.set_attn_implementation(attention.register())
     return compiled_or_without(replace(base, flex_attention=True), probe)
+
+
+def with_compiled_attention(base: BaseModel) -> BaseModel:
+    """The base with compiled attention, if this machine compiles it and it is right."""
+    works = has_loops(base.device, base.dtype) and base.checks.result(
+        "compiled attention", partial(_compiled_attention_works, base.dtype)
+    )
+    return replace(base, compiled_attention=works)
+
+
+def _compiled_attention_works(dtype: torch.dtype) -> bool:
+    """Whether outputs and gradients of two rows with a common prefix are those of PyTorch's operators."""
+    tokens, cpu = np.arange(PROBE_ROW), torch.device("cpu")
+    tree = packing.pack(
+        [packing.PackedRow(key=key, adapter=0, tokens=tokens * (1 + key * (tokens > PROBE_ROW // 2))) for key in (0, 1)]
+    )
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, len(tree.tokens), width) for heads, width in ((4, 24), (2, 24), (2, 16))]
+    inputs = [torch.randn(shape, generator=draw).to(dtype).requires_grad_() for shape in shapes]
+    output_grad = torch.randn(1, len(tree.tokens), 4, 16, generator=draw).to(dtype)
+    results = list[list[Tensor]]()
+    try:
+        for compiled in (True, False):
+            context = attention.packed_attention(tree, dtype, cpu, compiled=compiled)
+            with torch.enable_grad():
+                query, key, value = inputs
+                output = context.attend(0, query, key, value, AttentionRule(0.25))
+            results.append([output, *torch.autograd.grad(output, inputs, output_grad)])
+        pairs = zip(*([tensor.detach().float() for tensor in result] for result in results), strict=True)
+        errors = [float((left - right).abs().max() / right.abs().max()) for left, right in pairs]
+        if max(errors) < COMPILED_TOLERANCE[dtype]:
+            return True
+        log.warning("The compiled attention is wrong here by %.2g: all is slower without it.", max(errors))
+    except Exception:
+        log.warning("The compiled attention does not work here: all is slower without it.", exc_info=True)
+    return False
 
 
 def compiled_or_without(base: BaseModel, compute: Callable[[BaseModel], object]) -> BaseModel:

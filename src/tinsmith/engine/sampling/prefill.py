@@ -140,7 +140,9 @@ def prefill_pass(prompts: Sequence[Prompt], base: BaseModel) -> PrefillPass:
     ends = {id(prompt.match.path[-1][0]) for prompt in prompts if prompt.match.path}
     context: Any
     if not index.nodes:
-        context = attention.packed_attention(tree, base.dtype, device, save_kv=True, flex=base.flex_attention)
+        context = attention.packed_attention(
+            tree, base.dtype, device, save_kv=True, flex=base.flex_attention, compiled=base.compiled_attention
+        )
     elif base.flex_attention and not base.latent_width:
         context = flex_attention.FlexAttention(tree, device, save_kv=True, cached=index.cached)
     else:

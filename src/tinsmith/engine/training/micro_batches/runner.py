@@ -119,7 +119,10 @@ class MicroBatchRunner:
         with self._computing(running), torch.set_grad_enabled(piece.grad_mask is not None):
             context = None
             if piece.kv is not None:
-                context = PackedAttention(piece.tree, self._base.dtype, self._base.device, before=piece.kv)
+                base = self._base
+                context = PackedAttention(
+                    piece.tree, base.dtype, base.device, before=piece.kv, compiled=base.compiled_attention
+                )
             running.hidden = self._base.hidden_of(piece.tree, context=context)
             if batch.compares_experts:
                 batch.compare_experts(self._base.routing.record())

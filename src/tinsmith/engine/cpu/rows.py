@@ -1,0 +1,180 @@
+"""Rows of float32 numbers in memory, for loops of attention: read, written, masked, and their softmax both ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from tinsmith.engine.cpu.primitives import load, rounded, store
+from tinsmith.engine.cpu.vectors import (
+    FLOAT,
+    LANES,
+    broadcast,
+    constant,
+    exponential,
+    fma,
+    folded,
+    larger,
+    loop,
+    read,
+    write,
+)
+from tinsmith.engine.cpu.vectors import rounded as rounded_vector
+
+
+@njit(inline="always")
+def read_row(target: Any, at: Any, source: Any, start: Any, factor: Any, count: Any) -> None:
+    """Fill `count` float32 with numbers times a factor, rounded to their dtype."""
+    whole = count - count % LANES
+    _read_vectors(target, at, source, start, factor, whole)
+    for i in range(whole, count):
+        store(target, at + i, rounded(source, load(source, start + i) * factor))
+
+
+@njit(inline="always")
+def write_row(target: Any, at: Any, source: Any, start: Any, factor: Any, count: Any) -> None:
+    """Store `count` float32 times a factor."""
+    whole = count - count % LANES
+    _write_vectors(target, at, source, start, factor, whole)
+    for i in range(whole, count):
+        store(target, at + i, load(source, start + i) * factor)
+
+
+@njit(inline="always")
+def add_row(target: Any, at: Any, source: Any, start: Any, count: Any) -> None:
+    """Add `count` float32 to others."""
+    for i in range(count):
+        store(target, at + i, load(target, at + i) + load(source, start + i))
+
+
+@njit(inline="always")
+def fill(numbers: Any, first: Any, last: Any, number: Any) -> None:
+    """Fill numbers from first to last."""
+    for i in range(first, last):
+        store(numbers, i, number)
+
+
+@njit(inline="always")
+def mask_row(numbers: Any, at: Any, visible: Any, first: Any, count: Any) -> None:
+    """Put -inf where what is visible is False."""
+    whole = count - count % LANES
+    _mask_vectors(numbers, at, visible, first, whole)
+    for i in range(whole, count):
+        if not visible[first + i]:
+            store(numbers, at + i, np.float32(-np.inf))
+
+
+@intrinsic
+def softmax_row(context: Any, numbers: Any, at: Any, count: Any, like: Any) -> Any:
+    """The softmax of `count` float32, a multiple of LANES, in place, both rounded to the dtype of a pointer. All are NaN
+    if any is."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        numbers, at, count, like = arguments
+
+        def largest(i: Any, carried: Any) -> Any:
+            vector = rounded_vector(builder, read(builder, numbers, builder.add(at, i)), like)
+            write(builder, numbers, builder.add(at, i), vector)
+            return [larger(builder, carried[0], vector)]
+
+        def exponentials(i: Any, carried: Any) -> Any:
+            vector = exponential(builder, builder.fsub(read(builder, numbers, builder.add(at, i)), most))
+            write(builder, numbers, builder.add(at, i), vector)
+            return [builder.fadd(carried[0], vector)]
+
+        def divided(i: Any, carried: Any) -> Any:
+            vector = builder.fmul(read(builder, numbers, builder.add(at, i)), inverse)
+            write(builder, numbers, builder.add(at, i), rounded_vector(builder, vector, like))
+            return carried
+
+        (most,) = loop(builder, count, LANES, [constant(float("-inf"))], largest)
+        most = broadcast(builder, folded(builder, most, lambda left, right: larger(builder, left, right)))
+        (total,) = loop(builder, count, LANES, [constant(0.0)], exponentials)
+        inverse = broadcast(builder, builder.fdiv(FLOAT(1.0), folded(builder, total, builder.fadd)))
+        loop(builder, count, LANES, [], divided)
+        return context.get_dummy_value()
+
+    return types.void(numbers, types.int64, types.int64, like), generate
+
+
+@intrinsic
+def softmax_backward_row(context: Any, grads: Any, at: Any, probs: Any, place: Any, count: Any) -> Any:
+    """Gradients of scores from those of probabilities, `count` float32, a multiple of LANES, in place."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        grads, at, probs, place, count = arguments
+
+        def pair(i: Any) -> Any:
+            return (read(builder, grads, builder.add(at, i)), read(builder, probs, builder.add(place, i)))
+
+        def weighted(i: Any, carried: Any) -> Any:
+            return [fma(builder, *pair(i), carried[0])]
+
+        def differences(i: Any, carried: Any) -> Any:
+            grad, prob = pair(i)
+            write(builder, grads, builder.add(at, i), builder.fmul(prob, builder.fsub(grad, mean)))
+            return carried
+
+        (total,) = loop(builder, count, LANES, [constant(0.0)], weighted)
+        mean = broadcast(builder, folded(builder, total, builder.fadd))
+        loop(builder, count, LANES, [], differences)
+        return context.get_dummy_value()
+
+    return types.void(grads, types.int64, probs, types.int64, types.int64), generate
+
+
+@intrinsic
+def _read_vectors(context: Any, target: Any, at: Any, source: Any, start: Any, factor: Any, count: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        target, at, source, start, factor, count = arguments
+        factors = broadcast(builder, factor)
+
+        def body(i: Any, carried: Any) -> Any:
+            vector = builder.fmul(read(builder, source, builder.add(start, i)), factors)
+            write(builder, target, builder.add(at, i), rounded_vector(builder, vector, source))
+            return carried
+
+        loop(builder, count, LANES, [], body)
+        return context.get_dummy_value()
+
+    return types.void(target, types.int64, source, types.int64, types.float32, types.int64), generate
+
+
+@intrinsic
+def _write_vectors(context: Any, target: Any, at: Any, source: Any, start: Any, factor: Any, count: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        target, at, source, start, factor, count = arguments
+        factors = broadcast(builder, factor)
+
+        def body(i: Any, carried: Any) -> Any:
+            write(builder, target, builder.add(at, i), builder.fmul(read(builder, source, builder.add(start, i)), factors))
+            return carried
+
+        loop(builder, count, LANES, [], body)
+        return context.get_dummy_value()
+
+    return types.void(target, types.int64, source, types.int64, types.float32, types.int64), generate
+
+
+@intrinsic
+def _mask_vectors(context: Any, numbers: Any, at: Any, visible: Any, first: Any, count: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        numbers, at, visible, first, count = arguments
+        flags = ir.VectorType(ir.IntType(8), LANES)
+
+        def body(i: Any, carried: Any) -> Any:
+            place = builder.gep(visible, [builder.add(first, i)])
+            seen = builder.load(builder.bitcast(place, flags.as_pointer()), align=1)
+            is_seen = builder.icmp_unsigned("!=", seen, ir.Constant(flags, [0] * LANES))
+            scores = read(builder, numbers, builder.add(at, i))
+            write(builder, numbers, builder.add(at, i), builder.select(is_seen, scores, constant(float("-inf"))))
+            return carried
+
+        loop(builder, count, LANES, [], body)
+        return context.get_dummy_value()
+
+    return types.void(numbers, types.int64, visible, types.int64, types.int64), generate

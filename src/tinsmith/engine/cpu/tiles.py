@@ -1,0 +1,165 @@
+"""Products of matrices tile by tile, for loops of attention: the sums of a tile stay in registers.
+
+A tile is a number of rows by a number of keys, values or vectors, which are constants, as some widths are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from tinsmith.engine.cpu.primitives import BITS
+from tinsmith.engine.cpu.vectors import (
+    HAS_32_REGISTERS,
+    INT64,
+    LANES,
+    broadcast,
+    constant,
+    fma,
+    folded,
+    index,
+    lanes_in,
+    loop,
+    of_constants,
+    read,
+    write,
+)
+
+TILE_QUERIES = 4 if HAS_32_REGISTERS else 2
+TILE_KEYS = 4
+TILE_VALUES = 8
+"""Sizes of the largest tiles of one row's cache, whose widths are constants."""
+TILE_ROWS = 12 if HAS_32_REGISTERS else 6
+TILE_VECTORS = 2
+TILE_COLUMNS = TILE_VECTORS * LANES
+"""Sizes of the tiles of matrices."""
+
+
+@intrinsic
+def data_of(context: Any, array: Any) -> Any:
+    """A pointer to the numbers of an array."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return context.make_array(signature.args[0])(context, builder, arguments[0]).data
+
+    return types.CPointer(array.dtype)(array), generate
+
+
+@of_constants
+def product_tile(
+    context: Any, outputs: Any, place: Any, line: Any, left: Any, first: Any, left_line: Any, left_step: Any,
+    right: Any, start: Any, right_line: Any, depth: Any, rows: Any, adds: Any,
+) -> Any:  # fmt: skip
+    """outputs[place + r line + c] = sum over k < `depth` of left[first + r left_line + k left_step] times
+    right[start + k right_line + c], or plus the sum if it `adds`, of `rows` rows and TILE_COLUMNS columns."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, *_ = arguments
+        lines = [
+            [index(builder, builder.add(place, builder.mul(line, INT64(r))), LANES * v) for v in range(TILE_VECTORS)]
+            for r in range(rows.literal_value)
+        ]
+        flat = [place for line_places in lines for place in line_places]
+        firsts = [builder.add(first, builder.mul(left_line, INT64(r))) for r in range(rows.literal_value)]
+
+        def body(k: Any, sums: Any) -> Any:
+            at, step = builder.add(start, builder.mul(k, right_line)), builder.mul(k, left_step)
+            vectors = [read(builder, right, index(builder, at, LANES * v)) for v in range(TILE_VECTORS)]
+            left_numbers = (builder.load(builder.gep(left, [builder.add(own, step)])) for own in firsts)
+            factors = (broadcast(builder, number) for number in left_numbers)
+            pairs = ((factor, vector) for factor in factors for vector in vectors)
+            return [fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
+
+        zero = constant(0.0)
+        sums = loop(builder, depth, 1, [read(builder, outputs, at) if adds.literal_value else zero for at in flat], body)
+        for at, total in zip(flat, sums, strict=True):
+            write(builder, outputs, at, total)
+        return context.get_dummy_value()
+
+    whole = types.int64
+    return types.void(
+        outputs, whole, whole, left, whole, whole, whole, right, whole, whole, whole, rows, adds
+    ), generate
+
+
+@of_constants
+def score_tile(
+    context: Any, queries: Any, keys: Any, at: Any, scores: Any, place: Any, line: Any, first: Any,
+    rows: Any, count: Any, width: Any,
+) -> Any:  # fmt: skip
+    """scores[g line + place + k] = queries[g] . keys[at + k width], of `rows` queries from `first` on, `count` keys."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        queries, keys, at, scores, place, line, first, *_ = arguments
+        lanes = lanes_in(width.literal_value)
+        own = builder.mul(first, INT64(width.literal_value))
+        sums = [[constant(0.0, lanes)] * count.literal_value for _ in range(rows.literal_value)]
+        for i in range(0, width.literal_value, lanes):
+            offsets = [index(builder, at, k * width.literal_value + i) for k in range(count.literal_value)]
+            vectors = [read(builder, keys, offset, lanes) for offset in offsets]
+            for g, line_sums in enumerate(sums):
+                query = read(builder, queries, index(builder, own, g * width.literal_value + i), lanes)
+                sums[g] = [fma(builder, query, *pair) for pair in zip(vectors, line_sums, strict=True)]
+        for g, line_sums in enumerate(sums):
+            start = builder.add(place, builder.mul(line, index(builder, first, g)))
+            for k, vector in enumerate(line_sums):
+                builder.store(folded(builder, vector, builder.fadd), builder.gep(scores, [index(builder, start, k)]))
+        return context.get_dummy_value()
+
+    whole = types.int64
+    return types.void(queries, keys, whole, scores, whole, whole, whole, rows, count, width), generate
+
+
+@of_constants
+def weigh_tile(
+    context: Any, outputs: Any, values: Any, at: Any, probs: Any, place: Any, line: Any, first: Any,
+    rows: Any, count: Any, width: Any, stride: Any,
+) -> Any:  # fmt: skip
+    """outputs[g] += sum of probs[g line + place + k] values[at + k stride], of `rows` outputs from `first` on,
+    `count` values."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        outputs, values, at, probs, place, line, first, *_ = arguments
+        lanes = lanes_in(width.literal_value)
+        own = builder.mul(first, INT64(width.literal_value))
+        lines = (builder.mul(line, index(builder, first, g)) for g in range(rows.literal_value))
+        starts = [builder.add(place, start) for start in lines]
+        weights = [
+            [
+                broadcast(builder, builder.load(builder.gep(probs, [index(builder, start, k)])), lanes)
+                for k in range(count.literal_value)
+            ]
+            for start in starts
+        ]
+        for i in range(0, width.literal_value, lanes):
+            places = [index(builder, own, g * width.literal_value + i) for g in range(rows.literal_value)]
+            sums = [read(builder, outputs, place, lanes) for place in places]
+            for k in range(count.literal_value):
+                vector = read(builder, values, index(builder, at, k * stride.literal_value + i), lanes)
+                sums = [fma(builder, vector, weights[g][k], total) for g, total in enumerate(sums)]
+            for place, total in zip(places, sums, strict=True):
+                write(builder, outputs, place, total)
+        return context.get_dummy_value()
+
+    whole = types.int64
+    return types.void(outputs, values, whole, probs, whole, whole, whole, rows, count, width, stride), generate
+
+
+@of_constants
+def prefetch(context: Any, numbers: Any, at: Any, count: Any) -> Any:
+    """Bring `count` numbers into the second cache of the core."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte = ir.IntType(8).as_pointer()
+        signature = ir.FunctionType(ir.VoidType(), [byte, BITS, BITS, BITS])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], signature)
+        first = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), byte)
+        for line in range(0, count.literal_value * numbers.dtype.bitwidth // 8, 64):
+            # of data to be read, into the second level
+            builder.call(function, [builder.gep(first, [INT64(line)]), BITS(0), BITS(2), BITS(1)])
+        return context.get_dummy_value()
+
+    return types.void(numbers, types.int64, count), generate
