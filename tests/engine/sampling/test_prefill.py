@@ -94,7 +94,8 @@ def test_mask_memory_grows_linearly_with_length(base: BaseModel) -> None:
         calls = prefill.context.calls(None)
         _, numpy_peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        masks = {part.mask.untyped_storage().data_ptr(): part.mask.untyped_storage() for part in calls}
+        storages = [part.mask.untyped_storage() for part in calls if part.mask is not None]
+        masks = {storage.data_ptr(): storage for storage in storages}
         return numpy_peak, sum(storage.nbytes() for storage in masks.values())
 
     short, long = allocated(4096), allocated(8192)

@@ -147,7 +147,11 @@ def prefill_pass(prompts: Sequence[Prompt], base: BaseModel) -> PrefillPass:
         context = flex_attention.FlexAttention(tree, device, save_kv=True, cached=index.cached)
     else:
         context = PrefixAttention(
-            lambda window: list(attention_calls(tree, computed, index, base, window)), -(-len(computed) // len(ends))
+            lambda window: list(attention_calls(tree, computed, index, base, window)),
+            -(-len(computed) // len(ends)),
+            base.dtype,
+            device,
+            base.compiled_attention,
         )
     if base.recurrent is not None:
         states = _states(prompts, tree, computed, base.recurrent.taps, device)

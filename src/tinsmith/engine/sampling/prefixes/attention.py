@@ -1,14 +1,15 @@
 """Attention of a prefill pass over itself and over cached prefixes.
 
 Where FlexAttention serves the model, one call of it a layer computes the pass (`flex_attention.CachedKV`); these calls,
-one or more for each prompt, are for CPUs and for latents. Each copies what it reads of the prefixes, next to its own
-keys and values: products segment by segment take longer.
+one or more for each prompt, are for CPUs and for latents. A compiled function computes all of a layer's where it can;
+elsewhere each copies what it reads of the prefixes, next to its own keys and values, since products segment by segment
+take longer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tinsmith.engine.cpu.calls import AttentionCall, CompiledCalls, KeyRun
 from tinsmith.engine.model import flex_attention, packing
 from tinsmith.engine.model.architectures.latents import Latents, to_cache
 from tinsmith.engine.model.attention_kernels import (
@@ -91,30 +93,69 @@ class KVIndex:
 
 
 @dataclass(frozen=True, slots=True)
-class _AttentionCall:
+class PrefixCall:
     """One attention call: queries of the pass from start to stop, and all keys that any of them attends to."""
 
     start: int
     stop: int
     segments: tuple[KVSegment, ...]
-    mask: Tensor
-    """Additive [Q, M] over the last M keys; every query attends to those before."""
+    visible: np.ndarray | None = None
+    """bool [Q, M]: whether a query sees each of the last M keys, as in `AttentionCall`."""
+    mask: Tensor | None = None
+    """The same, additive, where no compiled function computes the call."""
+
+    @property
+    def keys(self) -> int:
+        return sum(segment.length for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class _CompiledPrefixCalls:
+    calls: CompiledCalls
+    nodes: Sequence[PrefixNode]
+    """The sources after the pass itself, which is the first."""
+
+    @classmethod
+    def of(cls, calls: Sequence[PrefixCall]) -> _CompiledPrefixCalls:
+        segments = [segment for call in calls for segment in call.segments]
+        nodes = list({id(part.node): part.node for part in segments if part.node is not None}.values())
+        numbers = {id(node): 1 + number for number, node in enumerate(nodes)}
+        with_runs = [
+            AttentionCall(
+                call.start,
+                call.stop,
+                tuple(KeyRun(part.start, part.stop, numbers.get(id(part.node), 0)) for part in call.segments),
+                call.visible,
+            )
+            for call in calls
+        ]
+        return cls(CompiledCalls.of(with_runs), nodes)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        """As `AttentionContext.attend`."""
+        cached = [(node.keys[layer][None], node.values[layer][None]) for node in self.nodes]
+        return self.calls.forward(query, [(key, value), *cached], rule.scale).transpose(1, 2)
 
 
 @dataclass(slots=True)
 class PrefixAttention:
     """Attention of the pass over itself and cached prefixes; collects keys and values as `PackedAttention` does."""
 
-    calls_in_window: Callable[[int | None], list[_AttentionCall]]
+    calls_in_window: Callable[[int | None], list[PrefixCall]]
     cached_queries: int
+    dtype: torch.dtype
+    device: torch.device
+    compiled: bool = False
+    """Whether compiled functions compute what they can."""
     saved_kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    _calls: dict[int | None, list[_AttentionCall]] = field(default_factory=dict)
+    _calls: dict[int | None, list[PrefixCall]] = field(default_factory=dict)
     """By window: layers with the same window share the masks."""
+    _compiled_calls: dict[int | None, _CompiledPrefixCalls] = field(default_factory=dict)
 
-    def calls(self, window: int | None) -> list[_AttentionCall]:
-        """The calls of layers with this window."""
+    def calls(self, window: int | None) -> list[PrefixCall]:
+        """The calls of layers with this window, with their masks."""
         if window not in self._calls:
-            self._calls[window] = self.calls_in_window(window)
+            self._calls[window] = list(_with_masks(self.calls_in_window(window), self.dtype, self.device))
         return self._calls[window]
 
     def attend(
@@ -122,12 +163,17 @@ class PrefixAttention:
     ) -> Tensor:
         """query [1, Hq, C, D], key and value [1, Hkv, C, D] -> [1, C, Hq, D]."""
         self.saved_kv.append(to_cache(key, value, latents))
+        if self.compiled and rule.softcap is None and rule.sinks is None and latents is None:
+            if rule.window not in self._compiled_calls:
+                self._compiled_calls[rule.window] = _CompiledPrefixCalls.of(self.calls_in_window(rule.window))
+            return self._compiled_calls[rule.window].attend(layer, query, key, value, rule)
         output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
         products = needs_products(rule, query.device) or (latents is not None and latents.absorbs)
         for call in self.calls(rule.window):
             parts = zip(*(segment.in_layer(layer, key, value, latents) for segment in call.segments), strict=True)
             keys, values = (tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1) for tensors in parts)
             own, mask = query[:, :, call.start : call.stop], call.mask
+            assert mask is not None
             if products or (query.device.type == "cpu" and call.stop - call.start <= MAX_FOLDED_QUERIES):
                 attended = batched_attention(own, keys[None], values[None], mask, rule)[0]
             else:
@@ -140,15 +186,11 @@ class PrefixAttention:
 
 def attention_calls(
     tree: packing.PackedTree, computed: np.ndarray, index: KVIndex, base: BaseModel, window: int | None
-) -> Iterator[_AttentionCall]:
-    """The calls for the positions `computed` [C] of a tree, in layers with this window."""
-    cpu = base.device.type == "cpu"
-    # In bfloat16 on a CPU, plain products are much faster than the flash kernel, so long calls are cut to use them.
-    max_queries = MAX_FOLDED_QUERIES if cpu and base.dtype == torch.bfloat16 else MAX_QUERIES
-    longest = max(len(path) for path in tree.index.values())
-    rows = min(max_queries, len(computed))
-    # Causal mask of the last queries of the longest sequence: the masks of all calls without branches are parts of it.
-    causal = additive_mask(np.tri(rows, longest, longest - rows, dtype=bool), base.dtype, base.device)
+) -> Iterator[PrefixCall]:
+    """The calls for the positions `computed` [C] of a tree, in layers with this window, without masks."""
+    # Compiled functions and products, which bfloat16 takes on a CPU, compute short calls faster than long ones.
+    short = base.device.type == "cpu" and (base.compiled_attention or base.dtype == torch.bfloat16)
+    max_queries = MAX_FOLDED_QUERIES if short else MAX_QUERIES
     for job in tree.jobs:
         start, stop = (int(bound) for bound in np.searchsorted(computed, [job.start, job.stop]))
         if start == stop:
@@ -159,13 +201,10 @@ def attention_calls(
         if job.mask is not None and job.stop - job.start <= packing.MAX_MERGED_QUERIES:
             visible = job.mask[computed[start:stop] - job.start]
             if window is not None and int(depths.max()) >= window:
-                yield _windowed_call(
-                    start, visible, tree.positions[computed[start:stop]], depths, window, path, index, base
-                )
+                yield _windowed_call(start, visible, tree.positions[computed[start:stop]], depths, window, path, index)
                 continue
-            keys, mask = _trim_mask(visible)
-            mask = additive_mask(mask, base.dtype, base.device)
-            yield _AttentionCall(start, stop, index.segments(path[:keys]), mask)
+            keys, visible = _trim_mask(visible)
+            yield PrefixCall(start, stop, index.segments(path[:keys]), visible)
             continue
         # A longer job belongs to one row: its queries attend to the whole prefix and to their own past.
         for low, high in packing.contiguous_runs(computed[start:stop]):
@@ -175,10 +214,25 @@ def attention_calls(
                 begin = int(index.offset[first])
                 if window is not None and keys > window:
                     visible = np.tri(count, keys, keys - count, dtype=bool)
-                    yield _windowed_call(begin, visible, depths[keys - count : keys], depths, window, path, index, base)
+                    yield _windowed_call(begin, visible, depths[keys - count : keys], depths, window, path, index)
                     continue
-                mask = causal[rows - count :, longest - (count if cpu and count <= MAX_FOLDED_QUERIES else keys) :]
-                yield _AttentionCall(begin, begin + count, index.segments(path[:keys]), mask)
+                yield PrefixCall(begin, begin + count, index.segments(path[:keys]))
+
+
+def _with_masks(calls: Sequence[PrefixCall], dtype: torch.dtype, device: torch.device) -> Iterator[PrefixCall]:
+    """The calls with additive masks [Q, M] over the last M keys; every query attends to those before."""
+    causal = [call for call in calls if call.visible is None]
+    rows = max((call.stop - call.start for call in causal), default=0)
+    longest = max((call.keys for call in causal), default=0)
+    # Causal mask of the last queries of the longest call: the masks of all calls without branches are parts of it.
+    whole = additive_mask(np.tri(rows, longest, longest - rows, dtype=bool), dtype, device)
+    for call in calls:
+        if call.visible is not None:
+            yield replace(call, mask=additive_mask(call.visible, dtype, device))
+        else:
+            count = call.stop - call.start
+            folded = device.type == "cpu" and count <= MAX_FOLDED_QUERIES
+            yield replace(call, mask=whole[rows - count :, longest - (count if folded else call.keys) :])
 
 
 def _windowed_call(
@@ -189,16 +243,14 @@ def _windowed_call(
     window: int,
     path: np.ndarray,
     index: KVIndex,
-    base: BaseModel,
-) -> _AttentionCall:
+) -> PrefixCall:
     """The call of the queries from `start` on, at these positions, over the keys within the window alone.
 
     `visible` is bool [Q, K] without a window; `depths` and `path` are the keys' positions in their row and in the tree.
     """
     visible = visible & (positions[:, None] - depths[None, : visible.shape[1]] < window)
     first, last = np.flatnonzero(visible.any(0))[[0, -1]].tolist()
-    mask = additive_mask(visible[:, first : last + 1], base.dtype, base.device)
-    return _AttentionCall(start, start + len(visible), index.segments(path[first : last + 1]), mask)
+    return PrefixCall(start, start + len(visible), index.segments(path[first : last + 1]), visible[:, first : last + 1])
 
 
 def _trim_mask(allowed: np.ndarray) -> tuple[int, np.ndarray]:
