@@ -10,7 +10,7 @@ Each query head's row of a query is one row of its block, those that share a key
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray, cfunc, njit, types  # pyright: ignore[reportAttributeAccessIssue] - two come by a star
@@ -65,6 +65,17 @@ RUN = np.dtype([("start", "i8"), ("count", "i8"), ("source", "i8")])
 BLOCK_ROWS = TILE_ROWS * 4
 
 
+class Block(NamedTuple):
+    """Some rows of a key head's queries in a call: a query head of a query each."""
+
+    call: Any
+    head: Any
+    group: Any
+    row: Any
+    """The first."""
+    rows: Any
+
+
 
 
 @njit(inline="always")
@@ -74,25 +85,56 @@ def padded(count: Any) -> Any:
 
 
 @njit(inline="always")
-def read_columns(target: Any, first: Any, source: Any, start: Any, step: Any, count: Any, width: Any) -> None:
-    """Read `count` rows as columns, from `first` on, of target [tiles, width, TILE_COLUMNS]."""
-    for row in range(count):
-        at = (first + row) // TILE_COLUMNS * TILE_COLUMNS * width + (first + row) % TILE_COLUMNS
+def read_keys(target: Any, at: Any, line: Any, numbers: Any, matrix: Any, head: Any, run: Any, width: Any) -> None:
+    """Read a run of keys or values as rows from `at` on of target [keys, line]."""
+    start = head * matrix.head + run.start * matrix.token
+    for row in range(run.count):
+        read_row(target, (at + row) * line, numbers, start + row * matrix.token, np.float32(1), width)
+
+
+@njit(inline="always")
+def read_as_columns(target: Any, at: Any, numbers: Any, matrix: Any, head: Any, run: Any, width: Any) -> None:
+    """Read a run of keys or values as columns from `at` on of target [tiles, width, TILE_COLUMNS]."""
+    start = head * matrix.head + run.start * matrix.token
+    for row in range(run.count):
+        column = (at + row) // TILE_COLUMNS * TILE_COLUMNS * width + (at + row) % TILE_COLUMNS
         for i in range(width):
-            store(target, at + i * TILE_COLUMNS, load(source, start + row * step + i))
+            store(target, column + i * TILE_COLUMNS, load(numbers, start + row * matrix.token + i))
 
 
 @njit(inline="always")
-def read_rows(target: Any, at: Any, line: Any, source: Any, start: Any, step: Any, count: Any, width: Any) -> None:
-    """Read `count` rows to lines."""
-    for row in range(count):
-        read_row(target, at + row * line, source, start + row * step, np.float32(1), width)
+def add_to_keys(
+    numbers: Any, matrix: Any, start: Any, call: Any, runs: Any, head: Any, sums: Any, line: Any, width: Any
+) -> None:
+    """Add the rows of sums [keys, line] to those of a call's keys or values."""
+    at = 0
+    for run in runs[call.first_run : call.first_run + call.runs]:
+        for key in range(run.start, run.start + run.count):
+            add_row(numbers, start + head * matrix.head + key * matrix.token, sums, at * line, width)
+            at += 1
 
 
 @njit(inline="always")
-def place_of(matrix: Any, call: Any, head: Any, group: Any, row: Any) -> Any:
-    """Where a row of a key head's queries begins."""
-    return (head * group + row % group) * matrix.head + (call.start + row // group) * matrix.token
+def place_of(matrix: Any, block: Any, r: Any) -> Any:
+    """Where the numbers of a block's row begin."""
+    row = block.row + r
+    return (block.head * block.group + row % block.group) * matrix.head + (
+        block.call.start + row // block.group
+    ) * matrix.token
+
+
+@njit(inline="always")
+def read_block(target: Any, line: Any, numbers: Any, matrix: Any, block: Any, factor: Any, width: Any) -> None:
+    """Read a block's rows, times a factor."""
+    for r in range(block.rows):
+        read_row(target, r * line, numbers, place_of(matrix, block, r), np.float32(factor), width)
+
+
+@njit(inline="always")
+def write_block(numbers: Any, matrix: Any, block: Any, rows: Any, line: Any, factor: Any, width: Any) -> None:
+    """Store a block's rows, times a factor."""
+    for r in range(block.rows):
+        write_row(numbers, place_of(matrix, block, r), rows, r * line, np.float32(factor), width)
 
 
 @njit(inline="always")
@@ -109,29 +151,66 @@ def multiply(
 
 
 @njit(inline="always")
-def seen_by(call: Any, group: Any, row: Any, rows: Any) -> Any:
-    """Keys up to the last that any of the rows sees."""
-    seen, most = carray(void_pointer(call.seen), call.count, np.int64), 0
-    for query in range(row // group, (row + rows - 1) // group + 1):
+def multiply_by_columns(
+    outputs: Any, line: Any, left: Any, left_line: Any, columns: Any, width: Any, rows: Any, count: Any
+) -> None:
+    """outputs [rows, count] = left [rows, width] columns, which are in tiles."""
+    multiply(outputs, line, left, left_line, 1, columns, width * TILE_COLUMNS, TILE_COLUMNS, width, rows, count, False)
+
+
+@njit(inline="always")
+def multiply_by_rows(outputs: Any, line: Any, left: Any, left_line: Any, keys: Any, seen: Any, rows: Any) -> None:
+    """outputs [rows, line] = left [rows, seen] keys [seen, line]."""
+    multiply(outputs, line, left, left_line, 1, keys, TILE_COLUMNS, line, seen, rows, line, False)
+
+
+@njit(inline="always")
+def add_transposed(sums: Any, line: Any, left: Any, left_line: Any, block: Any, rows: Any, count: Any) -> None:
+    """sums [count, line] += left [rows, count] transposed, times block [rows, line]."""
+    multiply(sums, line, left, 1, left_line, block, TILE_COLUMNS, line, rows, count, line, True)
+
+
+@njit(inline="always")
+def seen_by(block: Any) -> Any:
+    """Keys up to the last that any of a block's rows sees."""
+    seen, most = carray(void_pointer(block.call.seen), block.call.count, np.int64), 0
+    for query in range(block.row // block.group, (block.row + block.rows - 1) // block.group + 1):
         most = max(most, seen[query])
     return most
 
 
 @njit(inline="always")
-def to_probabilities(
-    scores: Any, line: Any, call: Any, group: Any, row: Any, rows: Any, columns: Any, like: Any
-) -> None:  # fmt: skip
-    """Scores of the rows from `row` on to probabilities, 0 after what is seen and for a tile of rows more."""
+def to_probabilities(scores: Any, line: Any, block: Any, columns: Any, like: Any) -> None:
+    """A block's scores to probabilities, 0 after what is seen and for a tile of rows more."""
+    call = block.call
     seen = carray(void_pointer(call.seen), call.count, np.int64)
-    visible = flags(call.visible)
-    unmasked = call.keys - call.masked
-    for r in range(rows):
-        query = (row + r) // group
+    visible, unmasked = flags(call.visible), call.keys - call.masked
+    for r in range(block.rows):
+        query = (block.row + r) // block.group
         count = max(0, seen[query] - unmasked)
         mask_row(scores, r * line + unmasked, visible, query * call.masked, count)
         fill(scores, r * line + seen[query], r * line + columns, np.float32(-np.inf))
         softmax_row(scores, r * line, columns, like)
         fill(scores, r * line + columns, r * line + columns + TILE_ROWS, np.float32(0))
+
+
+@njit(inline="always")
+def to_score_grads(grads: Any, line: Any, probs: Any, rows: Any, columns: Any) -> None:
+    """Gradients of probabilities to those of scores, 0 for a tile of rows more."""
+    for r in range(rows):
+        softmax_backward_row(grads, r * line, probs, r * line, columns)
+        fill(grads, r * line + columns, r * line + columns + TILE_ROWS, np.float32(0))
+
+
+@njit(inline="always")
+def tables_of(whole: Any) -> Any:
+    """Bounds, calls, runs and sources of a pass."""
+    return (
+        carray(void_pointer(whole.bounds), whole.parts + 1, np.int64),
+        carray(void_pointer(whole.call_table), whole.calls, CALL),
+        carray(void_pointer(whole.run_table), whole.runs, RUN),
+        carray(void_pointer(whole.source_table), whole.sources, SOURCE),
+    )
 
 
 @cache
@@ -142,11 +221,8 @@ def forward_function(is_float32: bool) -> Any:
     @cfunc(types.void(types.voidptr), nopython=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc"})
     def attend(argument):
         whole = carray(argument, 1, PASS)[0]
+        bounds, calls, runs, sources = tables_of(whole)
         queries, outputs = pointer(number(whole.queries.data)), pointer(number(whole.outputs.data))
-        bounds = carray(void_pointer(whole.bounds), whole.parts + 1, np.int64)
-        calls = carray(void_pointer(whole.call_table), whole.calls, CALL)
-        runs = carray(void_pointer(whole.run_table), whole.runs, RUN)
-        sources = carray(void_pointer(whole.source_table), whole.sources, SOURCE)
         group, width, value_width = whole.group, whole.key_width, whole.value_width
         value_line, line = padded(value_width), padded(whole.keys_at_most) + TILE_COLUMNS
         key_columns, value_rows = np.empty(line * width, np.float32), np.empty(line * value_line, np.float32)
@@ -159,26 +235,20 @@ def forward_function(is_float32: bool) -> Any:
                 for run in runs[call.first_run : call.first_run + call.runs]:
                     source = sources[run.source]
                     keys, values = pointer(number(source.keys.data)), pointer(number(source.values.data))
-                    start = head * source.keys.head + run.start * source.keys.token
-                    read_columns(data_of(key_columns), at, keys, start, source.keys.token, run.count, width)
-                    start = head * source.values.head + run.start * source.values.token
-                    read_rows(data_of(value_rows), at * value_line, value_line, values, start, source.values.token,
-                              run.count, value_width)  # fmt: skip
+                    read_as_columns(data_of(key_columns), at, keys, source.keys, head, run, width)
+                    read_keys(data_of(value_rows), at, value_line, values, source.values, head, run, value_width)
                     at += run.count
                 for row in range(0, call.count * group, BLOCK_ROWS):
                     rows = min(BLOCK_ROWS, call.count * group - row)
-                    seen = seen_by(call, group, row, rows)
-                    for r in range(rows):
-                        start = place_of(whole.queries, call, head, group, row + r)
-                        read_row(data_of(query), r * width, queries, start, np.float32(whole.scale), width)
-                    multiply(data_of(probs), line, data_of(query), width, 1, data_of(key_columns),
-                             width * TILE_COLUMNS, TILE_COLUMNS, width, rows, padded(seen), False)  # fmt: skip
-                    to_probabilities(data_of(probs), line, call, group, row, rows, padded(seen), queries)
-                    multiply(data_of(output), value_line, data_of(probs), line, 1, data_of(value_rows),
-                             TILE_COLUMNS, value_line, seen, rows, value_line, False)  # fmt: skip
-                    for r in range(rows):
-                        start = place_of(whole.outputs, call, head, group, row + r)
-                        write_row(outputs, start, data_of(output), r * value_line, np.float32(1), value_width)
+                    block = Block(call, head, group, row, rows)
+                    seen = seen_by(block)
+                    count = padded(seen)
+                    read_block(data_of(query), width, queries, whole.queries, block, whole.scale, width)
+                    multiply_by_columns(data_of(probs), line, data_of(query), width, data_of(key_columns), width, rows,
+                                        count)  # fmt: skip
+                    to_probabilities(data_of(probs), line, block, count, queries)
+                    multiply_by_rows(data_of(output), value_line, data_of(probs), line, data_of(value_rows), seen, rows)
+                    write_block(outputs, whole.outputs, block, data_of(output), value_line, 1, value_width)
             part = atomic_next(argument)
 
     return attend
@@ -193,77 +263,54 @@ def backward_function(is_float32: bool) -> Any:
     @cfunc(types.void(types.voidptr), nopython=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc"})
     def attend_backward(argument):
         whole = carray(argument, 1, PASS)[0]
+        bounds, calls, runs, sources = tables_of(whole)
         queries, query_grads = pointer(number(whole.queries.data)), pointer(number(whole.query_grads.data))
-        output_grads = pointer(number(whole.output_grads.data))
-        source = carray(void_pointer(whole.source_table), whole.sources, SOURCE)[0]
+        source = sources[0]
         keys, values = pointer(number(source.keys.data)), pointer(number(source.values.data))
-        key_grads = pointer(np.float64(whole.key_grads.data))
-        value_grads = pointer(np.float64(whole.value_grads.data))
-        bounds = carray(void_pointer(whole.bounds), whole.parts + 1, np.int64)
-        calls = carray(void_pointer(whole.call_table), whole.calls, CALL)
-        runs = carray(void_pointer(whole.run_table), whole.runs, RUN)
+        key_grads, value_grads = pointer(np.float64(whole.key_grads.data)), pointer(np.float64(whole.value_grads.data))
+        output_grads = pointer(number(whole.output_grads.data))
         group, width, value_width = whole.group, whole.key_width, whole.value_width
-        key_line, value_line = padded(width), padded(value_width)
-        line = padded(whole.keys_at_most) + TILE_COLUMNS
+        key_line, value_line, line = padded(width), padded(value_width), padded(whole.keys_at_most) + TILE_COLUMNS
         key_columns, value_columns = np.empty(line * width, np.float32), np.empty(line * value_width, np.float32)
-        key_rows = np.zeros(line * key_line, np.float32)
-        key_sums, value_sums = np.empty(line * key_line, np.float32), np.empty(line * value_line, np.float32)
+        key_rows, key_sums = np.zeros(line * key_line, np.float32), np.empty(line * key_line, np.float32)
+        value_sums, output_grad = np.empty(line * value_line, np.float32), np.zeros(BLOCK_ROWS * value_line, np.float32)
         query, query_grad = np.zeros(BLOCK_ROWS * key_line, np.float32), np.zeros(BLOCK_ROWS * key_line, np.float32)
-        output_grad = np.zeros(BLOCK_ROWS * value_line, np.float32)
         probs, grads = np.zeros(BLOCK_ROWS * line, np.float32), np.zeros(BLOCK_ROWS * line, np.float32)
         part = atomic_next(argument)
         while part < whole.parts:
             for item in range(bounds[part], bounds[part + 1]):
                 call, head, at = calls[item % whole.calls], item // whole.calls, 0
-                # what is after the last key is multiplied by 0
-                fill(data_of(value_columns), call.keys // TILE_COLUMNS * TILE_COLUMNS * value_width,
-                     padded(call.keys) * value_width, np.float32(0))  # fmt: skip
-                fill(data_of(key_sums), 0, (padded(call.keys) + TILE_ROWS) * key_line, np.float32(0))
-                fill(data_of(value_sums), 0, (padded(call.keys) + TILE_ROWS) * value_line, np.float32(0))
+                all_keys = padded(call.keys)  # those after the last are multiplied by 0
+                value_columns[(all_keys - TILE_COLUMNS) * value_width : all_keys * value_width] = 0
+                key_sums[: (all_keys + TILE_ROWS) * key_line] = 0
+                value_sums[: (all_keys + TILE_ROWS) * value_line] = 0
                 for run in runs[call.first_run : call.first_run + call.runs]:
-                    start = head * source.keys.head + run.start * source.keys.token
-                    read_columns(data_of(key_columns), at, keys, start, source.keys.token, run.count, width)
-                    read_rows(data_of(key_rows), at * key_line, key_line, keys, start, source.keys.token, run.count,
-                              width)  # fmt: skip
-                    start = head * source.values.head + run.start * source.values.token
-                    read_columns(data_of(value_columns), at, values, start, source.values.token, run.count, value_width)
+                    read_as_columns(data_of(key_columns), at, keys, source.keys, head, run, width)
+                    read_keys(data_of(key_rows), at, key_line, keys, source.keys, head, run, width)
+                    read_as_columns(data_of(value_columns), at, values, source.values, head, run, value_width)
                     at += run.count
                 for row in range(0, call.count * group, BLOCK_ROWS):
                     rows = min(BLOCK_ROWS, call.count * group - row)
-                    seen = seen_by(call, group, row, rows)
-                    columns = padded(seen)
-                    for r in range(rows):
-                        start = place_of(whole.queries, call, head, group, row + r)
-                        read_row(data_of(query), r * key_line, queries, start, np.float32(whole.scale), width)
-                        start = place_of(whole.output_grads, call, head, group, row + r)
-                        read_row(data_of(output_grad), r * value_line, output_grads, start, np.float32(1), value_width)
-                    multiply(data_of(probs), line, data_of(query), key_line, 1, data_of(key_columns),
-                             width * TILE_COLUMNS, TILE_COLUMNS, width, rows, columns, False)  # fmt: skip
-                    to_probabilities(data_of(probs), line, call, group, row, rows, columns, queries)
-                    multiply(data_of(grads), line, data_of(output_grad), value_line, 1, data_of(value_columns),
-                             value_width * TILE_COLUMNS, TILE_COLUMNS, value_width, rows, columns, False)  # fmt: skip
-                    for r in range(rows):
-                        softmax_backward_row(data_of(grads), r * line, data_of(probs), r * line, columns)
-                        fill(data_of(grads), r * line + columns, r * line + columns + TILE_ROWS, np.float32(0))
-                    multiply(data_of(query_grad), key_line, data_of(grads), line, 1, data_of(key_rows),
-                             TILE_COLUMNS, key_line, seen, rows, key_line, False)  # fmt: skip
-                    for r in range(rows):
-                        start = place_of(whole.query_grads, call, head, group, row + r)
-                        write_row(query_grads, start, data_of(query_grad), r * key_line, np.float32(whole.scale), width)
-                    multiply(data_of(key_sums), key_line, data_of(grads), 1, line, data_of(query),
-                             TILE_COLUMNS, key_line, rows, columns, key_line, True)  # fmt: skip
-                    multiply(data_of(value_sums), value_line, data_of(probs), 1, line, data_of(output_grad),
-                             TILE_COLUMNS, value_line, rows, columns, value_line, True)  # fmt: skip
-                at = 0
-                for run in runs[call.first_run : call.first_run + call.runs]:
-                    for k in range(run.start, run.start + run.count):
-                        start = part * whole.key_grads_part + head * whole.key_grads.head + k * whole.key_grads.token
-                        add_row(key_grads, start, data_of(key_sums), at * key_line, width)
-                        start = (
-                            part * whole.value_grads_part + head * whole.value_grads.head + k * whole.value_grads.token
-                        )
-                        add_row(value_grads, start, data_of(value_sums), at * value_line, value_width)
-                        at += 1
+                    block = Block(call, head, group, row, rows)
+                    seen = seen_by(block)
+                    count = padded(seen)
+                    read_block(data_of(query), key_line, queries, whole.queries, block, whole.scale, width)
+                    read_block(data_of(output_grad), value_line, output_grads, whole.output_grads, block, 1, value_width)
+                    multiply_by_columns(data_of(probs), line, data_of(query), key_line, data_of(key_columns), width,
+                                        rows, count)  # fmt: skip
+                    to_probabilities(data_of(probs), line, block, count, queries)
+                    multiply_by_columns(data_of(grads), line, data_of(output_grad), value_line, data_of(value_columns),
+                                        value_width, rows, count)  # fmt: skip
+                    to_score_grads(data_of(grads), line, data_of(probs), rows, count)
+                    multiply_by_rows(data_of(query_grad), key_line, data_of(grads), line, data_of(key_rows), seen, rows)
+                    write_block(query_grads, whole.query_grads, block, data_of(query_grad), key_line, whole.scale, width)
+                    add_transposed(data_of(key_sums), key_line, data_of(grads), line, data_of(query), rows, count)
+                    add_transposed(data_of(value_sums), value_line, data_of(probs), line, data_of(output_grad), rows,
+                                   count)  # fmt: skip
+                start, value_start = part * whole.key_grads_part, part * whole.value_grads_part
+                add_to_keys(key_grads, whole.key_grads, start, call, runs, head, data_of(key_sums), key_line, width)
+                add_to_keys(value_grads, whole.value_grads, value_start, call, runs, head, data_of(value_sums),
+                            value_line, value_width)  # fmt: skip
             part = atomic_next(argument)
 
     return attend_backward
