@@ -22,6 +22,7 @@ from tests.engine.reference import Reference, assert_same, plain_model, write_ad
 from tests.engine.sampling.helpers import sample_request
 from tinsmith.engine.base import Datum, LoraSpec, Pass, SampleRequest
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.cpu.calls import CompiledCalls
 from tinsmith.engine.model import attention, packing
 from tinsmith.engine.model.attention_rule import AttentionRule
 from tinsmith.engine.model.flex_attention import FlexAttention
@@ -194,6 +195,7 @@ def test_body_with_packed_attention_equals_eager(kind: str) -> None:
 
 
 RULES = {
+    "plain": AttentionRule(0.3),
     "window": AttentionRule(0.3, window=WINDOW),
     "softcap": AttentionRule(0.3, softcap=1.5),
     "sinks": AttentionRule(0.3, sinks=torch.tensor([0.3, -0.5, 1.0, 3.0])),
@@ -220,28 +222,31 @@ def by_definition(tree: packing.PackedTree, rule: AttentionRule, leaves: list[to
     return (scores.softmax(-1)[..., : len(tree.tokens)] @ value).transpose(0, 1)[None]
 
 
-@pytest.mark.parametrize("form", ["kernel", "products", "flex"])
+@pytest.mark.parametrize("form", ["kernel", "products", "compiled", "compiled bfloat16", "flex"])
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("value_width", [16, 8])
 def test_rules_forward_and_backward(name: str, form: str, value_width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)  # which refuses gradients on a CPU
     monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     rule, draw = RULES[name], torch.Generator().manual_seed(0)
-    rows = [*ROWS, RNG.integers(3, 500, 600)] if form == "kernel" else ROWS
+    rows = [*ROWS, RNG.integers(3, 500, 600)] if form in ("kernel", "compiled") else ROWS
     tree = packing.pack(
         [packing.PackedRow(key=key, adapter=0, tokens=row.astype(np.int32)) for key, row in enumerate(rows)]
     )
-    total, dtype = len(tree.tokens), torch.bfloat16 if form == "products" else torch.float32
+    total, dtype = len(tree.tokens), torch.bfloat16 if form in ("products", "compiled bfloat16") else torch.float32
     shapes = ((4, 16), (2, 16), (2, value_width))
     leaves = [torch.randn(1, heads, total, width, generator=draw).to(dtype).requires_grad_() for heads, width in shapes]
     exact = [leaf.detach().float().requires_grad_() for leaf in leaves]
     cpu = torch.device("cpu")
-    context = FlexAttention(tree, cpu) if form == "flex" else attention.PackedAttention(tree, dtype, cpu)
+    compiled = form.startswith("compiled")
+    packed = attention.PackedAttention(tree, dtype, cpu, compiled=compiled)
+    assert compiled == isinstance(packed.calls(AttentionRule(0.3)), CompiledCalls)
+    context = FlexAttention(tree, cpu) if form == "flex" else packed
     output, wanted = context.attend(0, *leaves, rule), by_definition(tree, rule, exact)  # type: ignore[misc]
     weight = torch.randn(wanted.shape, generator=draw).to(dtype)
     (output * weight).sum().backward()
     (wanted * weight).sum().backward()
-    bound = 2e-2 if form == "products" else 1e-5
+    bound = 2e-2 if dtype == torch.bfloat16 else 1e-5
     pairs = [(output, wanted), *((leaf.grad, target.grad) for leaf, target in zip(leaves, exact, strict=True))]
     for actual, target in pairs:
         assert actual is not None
