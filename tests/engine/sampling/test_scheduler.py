@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tinsmith.engine.sampling.capacity import MAX_SEQUENCES, reserved_tokens
-from tinsmith.engine.sampling.scheduler import IDLE_PREFILL_FACTOR, JobSize, Load, Scheduler
+from tinsmith.engine.sampling.scheduler import BUSY_PREFILL_FACTOR, IDLE_PREFILL_FACTOR, JobSize, Load, Scheduler
 
 BUSY = Load(sequences=1, cache_tokens=0)
 
@@ -25,12 +25,13 @@ def test_all_jobs_are_admitted_within_the_limits() -> None:
 
 
 def test_pass_limit_counts_uncached_prompt_tokens() -> None:
-    assert scheduler(pass_tokens=250).admit([job()] * 5, BUSY) == 2
-    assert scheduler(pass_tokens=250).admit([job(cached_tokens=50)] * 9, BUSY) == 5
+    assert scheduler(pass_tokens=125).admit([job()] * 5, BUSY) == 2
+    assert scheduler(pass_tokens=125).admit([job(cached_tokens=50)] * 9, BUSY) == 5
 
 
 def test_pass_limit_is_higher_when_nothing_runs() -> None:
     assert scheduler(pass_tokens=100).admit([job()] * 9, Load()) == IDLE_PREFILL_FACTOR
+    assert scheduler(pass_tokens=100).admit([job()] * 9, BUSY) == BUSY_PREFILL_FACTOR < IDLE_PREFILL_FACTOR
 
 
 def test_prompt_longer_than_a_pass_is_admitted_alone() -> None:
@@ -57,7 +58,7 @@ def test_job_beyond_the_limits_runs_alone(size: JobSize) -> None:
 
 def test_jobs_are_admitted_in_order_of_arrival() -> None:
     """A small job does not overtake a large one that must wait."""
-    assert scheduler(pass_tokens=250).admit([job(200), job(100), job(10)], BUSY) == 1
+    assert scheduler(pass_tokens=250).admit([job(400), job(200), job(20)], BUSY) == 1
 
 
 @pytest.mark.parametrize("prompt", [100, 900])
@@ -90,7 +91,7 @@ def test_queue_is_read_only_as_far_as_necessary() -> None:
             read.append(number)
             yield job()
 
-    assert scheduler(pass_tokens=250).admit(waiting(), BUSY) == 2
+    assert scheduler(pass_tokens=125).admit(waiting(), BUSY) == 2
     assert read == [0, 1, 2]
 
 

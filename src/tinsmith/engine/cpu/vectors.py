@@ -9,12 +9,23 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from llvmlite import binding, ir
+from numba import config
 from numba.extending import intrinsic
 
 from tinsmith.engine.cpu.primitives import BITS, EXP_COEFFICIENTS
 
 FLOAT, INT64 = ir.FloatType(), ir.IntType(64)
-HAS_32_REGISTERS: bool = binding.get_host_cpu_features().get("avx512f", False)
+
+
+
+def _has_32_registers() -> bool:
+    """Whether Numba compiles for AVX-512: $NUMBA_CPU_FEATURES may leave out what the processor has."""
+    if config.CPU_FEATURES is not None:
+        return "+avx512f" in config.CPU_FEATURES
+    return bool(binding.get_host_cpu_features().get("avx512f", False))
+
+
+HAS_32_REGISTERS = _has_32_registers()
 LANES = 16 if HAS_32_REGISTERS else 8
 """Numbers in a vector, at most."""
 of_constants: Callable[[Callable[..., Any]], Any] = cast("Any", intrinsic)(prefer_literal=True)

@@ -11,6 +11,8 @@ from tinsmith.engine.sampling.capacity import MAX_SEQUENCES, paged_tokens, reser
 IDLE_PREFILL_FACTOR = 3
 """Micro-batches' worth of prompt tokens in a prefill pass while no sequence is running: nothing waits for the pass, and
 without a backward it takes about as long as a micro-batch."""
+BUSY_PREFILL_FACTOR = 2
+"""The same while sequences wait for the pass. Smaller passes have more steps of few sequences between them."""
 
 PAGE_SHARE = (3, 4)
 """Of the cache tokens for the pages of running sequences."""
@@ -64,7 +66,7 @@ class Scheduler:
         that a job beyond the limits is not stuck. `waiting` is read only as far as necessary."""
         if self.one_at_a_time:
             return 0 if load.sequences else len(list(islice(waiting, 1)))
-        pass_limit = self.pass_tokens * (1 if load.sequences else IDLE_PREFILL_FACTOR)
+        pass_limit = self.pass_tokens * (BUSY_PREFILL_FACTOR if load.sequences else IDLE_PREFILL_FACTOR)
         prefill_tokens, cache_tokens, sequences = 0, load.cache_tokens, load.sequences
         admitted = 0
         for job in waiting:
