@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,10 @@ class CompiledCalls:
     """`packed.RUN`."""
     masks: Sequence[np.ndarray]
     """What the calls have addresses of."""
+    scores: int
+    """Of all calls, for each query head."""
+    most_keys: int
+    """Of a call."""
 
     @classmethod
     def of(cls, calls: Sequence[AttentionCall]) -> CompiledCalls:
@@ -71,7 +75,9 @@ class CompiledCalls:
             )  # fmt: skip
             runs.extend((run.start, run.stop - run.start, run.source) for run in call.runs)
             masks.extend((seen, visible))
-        return cls(np.array(table, packed.CALL), np.array(runs, packed.RUN), masks)
+        scores = sum((call.stop - call.start) * call.keys for call in calls)
+        most = max(call.keys for call in calls)
+        return cls(np.array(table, packed.CALL), np.array(runs, packed.RUN), masks, scores, most)
 
     def forward(
         self, query: Tensor, sources: Sequence[tuple[Tensor, Tensor]], scale: float
@@ -81,12 +87,11 @@ class CompiledCalls:
         from tinsmith.engine.cpu import packed
 
         query, sources = _rows(query), [(_rows(key), _rows(value)) for key, value in sources]
-        width = sources[0][1].shape[3]
-        output = query.new_empty(1, query.shape[2], query.shape[1], width).transpose(1, 2)
-        work = _Pass(self, query, sources, scale)
-        work.step["outputs"] = _matrix(output)
-        items = len(self.calls) * work.heads
-        work.run(packed.forward_function(work.is_float32), np.arange(items + 1), self._threads(work.heads))
+        key, value = sources[0]
+        output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]).transpose(1, 2)
+        items = len(self.calls) * key.shape[1]
+        fields = {"outputs": _matrix(output), "bounds": np.arange(items + 1)}
+        self._run(packed.forward_function, query, sources, scale, fields)
         return output
 
     def backward(
@@ -96,53 +101,74 @@ class CompiledCalls:
         from tinsmith.engine.cpu import packed
 
         query, key, value, output_grad = (_rows(tensor) for tensor in (query, key, value, output_grad))
-        work = _Pass(self, query, [(key, value)], scale)
-        threads = self._threads(work.heads)
-        query_grad = torch.empty_like(query)
-        # Each thread adds to gradients of its own, so that their sum does not depend on which is first.
-        grads = [
-            torch.zeros(threads, 1, tensor.shape[2], tensor.shape[1], tensor.shape[3], device=tensor.device)
+        query_grad, bounds = torch.empty_like(query), self._bounds(key.shape[1])
+        # Each part adds to gradients of its own, so that their sum does not depend on which thread is first.
+        key_grads, value_grads = (
+            torch.zeros(
+                len(bounds) - 1, 1, tensor.shape[2], tensor.shape[1], tensor.shape[3], device=tensor.device
+            ).transpose(2, 3)
             for tensor in (key, value)
-        ]
-        grads = [grad.transpose(2, 3) for grad in grads]
-        work.step["output_grads"], work.step["query_grads"] = _matrix(output_grad), _matrix(query_grad)
-        for name, grad in zip(("key_grads", "value_grads"), grads, strict=True):
-            work.step[name], work.step[f"{name}_part"] = _matrix(grad[0]), grad.stride(0)
-        ends = np.cumsum(np.tile(self.calls["count"] * self.calls["keys"], work.heads))
-        shares = np.searchsorted(ends, ends[-1] * np.arange(1, threads) / threads)
-        bounds = np.array([0, *shares, len(ends)])
-        work.run(packed.backward_function(work.is_float32), bounds, threads)
-        key_grad, value_grad = (grad[0] if threads == 1 else grad.sum(0) for grad in grads)
-        return query_grad, key_grad, value_grad
+        )
+        fields = {
+            "output_grads": _matrix(output_grad),
+            "query_grads": _matrix(query_grad),
+            "key_grads": _matrix(key_grads[0]),
+            "value_grads": _matrix(value_grads[0]),
+            "key_grads_part": key_grads.stride(0),
+            "value_grads_part": value_grads.stride(0),
+            "bounds": bounds,
+        }
+        self._run(packed.backward_function, query, [(key, value)], scale, fields)
+        if len(bounds) == 2:
+            return query_grad, key_grads[0], value_grads[0]
+        return query_grad, key_grads.sum(0), value_grads.sum(0)
 
-    def _threads(self, heads: int) -> int:
-        scores = int((self.calls["count"] * self.calls["keys"]).sum()) * heads
-        return torch.get_num_threads() if scores >= THREAD_SCORES else 1
-
-
-class _Pass:
-    """One call of a compiled function."""
-
-    def __init__(
-        self, calls: CompiledCalls, query: Tensor, sources: Sequence[tuple[Tensor, Tensor]], scale: float
+    def _run(
+        self,
+        function: Callable[[bool], Any],
+        query: Tensor,
+        sources: Sequence[tuple[Tensor, Tensor]],
+        scale: float,
+        fields: dict[str, Any],
     ) -> None:
+        """Call a function with a PASS of these and more fields. A thread computes the items between two bounds at a time;
+        an item is a key head of a call."""
         from tinsmith.engine.cpu import packed
 
         key, value = sources[0]
-        self.heads, self.is_float32 = key.shape[1], KINDS[query.dtype] is float
-        self._sources = np.array([tuple(map(_matrix, source)) for source in sources], packed.SOURCE)
-        self.step = step = np.zeros(1, packed.PASS)
-        step["calls"], step["call_table"] = len(calls.calls), calls.calls.ctypes.data
-        step["runs"], step["run_table"] = len(calls.runs), calls.runs.ctypes.data
-        step["sources"], step["source_table"] = len(sources), self._sources.ctypes.data
-        step["keys_at_most"], step["group"] = calls.calls["keys"].max(), query.shape[1] // self.heads
-        step["key_width"], step["value_width"], step["scale"] = key.shape[3], value.shape[3], scale
-        step["queries"] = _matrix(query)
+        table = np.array([(_matrix(key), _matrix(value)) for key, value in sources], packed.SOURCE)
+        bounds = fields["bounds"]
+        fields = {
+            "parts": len(bounds) - 1,
+            "calls": len(self.calls),
+            "call_table": self.calls.ctypes.data,
+            "runs": len(self.runs),
+            "run_table": self.runs.ctypes.data,
+            "sources": len(sources),
+            "source_table": table.ctypes.data,
+            "keys_at_most": self.most_keys,
+            "group": query.shape[1] // key.shape[1],
+            "key_width": key.shape[3],
+            "value_width": value.shape[3],
+            "scale": scale,
+            "queries": _matrix(query),
+            **fields,
+            "bounds": bounds.ctypes.data,
+        }
+        step = np.array([tuple(fields.get(name, absent) for name, absent in packed.NOTHING.items())], packed.PASS)
+        threads = min(self._threads(key.shape[1]), len(bounds) - 1)
+        openmp.run(function(KINDS[query.dtype] is float), step.ctypes.data, threads)
 
-    def run(self, function: Any, bounds: np.ndarray, threads: int) -> None:
-        """Compute the items between two bounds at a time, a key head of a call each."""
-        self.step["parts"], self.step["bounds"] = len(bounds) - 1, bounds.ctypes.data
-        openmp.run(function, self.step.ctypes.data, min(threads, len(bounds) - 1))
+    def _bounds(self, heads: int) -> np.ndarray:
+        """Bounds of parts of about as many scores, one for each thread."""
+        threads = self._threads(heads)
+        if threads == 1:
+            return np.array([0, heads * len(self.calls)])
+        ends = np.cumsum(np.tile(self.calls["count"] * self.calls["keys"], heads))
+        return np.array([0, *np.searchsorted(ends, ends[-1] * np.arange(1, threads) / threads), len(ends)])
+
+    def _threads(self, heads: int) -> int:
+        return torch.get_num_threads() if self.scores * heads >= THREAD_SCORES else 1
 
 
 def _seen(call: AttentionCall, keys: int) -> tuple[np.ndarray, np.ndarray]:

@@ -49,6 +49,8 @@ PASS = np.dtype(
     ]
 )
 """What a function gets a pointer to."""
+NOTHING = {name: (0, 0, 0) if PASS[name] == MATRIX else 0 for name in PASS.names or ()}
+"""The fields of a PASS, where there is nothing."""
 CALL = np.dtype(
     [
         ("start", "i8"),  # its first query

@@ -9,8 +9,10 @@ must give the original's output on the same inputs, and the whole model the same
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -162,8 +164,28 @@ class MLP(nn.Module):
     @override
     def forward(self, inputs: Tensor) -> Tensor:
         gate, up = self._fused(inputs)
-        product = silu_mul(gate, up) if self.kernels is None else fused.silu_mul(self.kernels, gate, up)
-        return self.down_proj(product.view(*inputs.shape[:-1], -1))
+        product = self._gated(gate, up)
+        with recomputed_in_backward(product, partial(self._gated, gate, up)):
+            return self.down_proj(product.view(*inputs.shape[:-1], -1))
+
+    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        return silu_mul(gate, up) if self.kernels is None else fused.silu_mul(self.kernels, gate, up)
+
+
+def recomputed_in_backward(tensor: Tensor, compute: Callable[[], Tensor]) -> AbstractContextManager[object]:
+    """Have functions that save a tensor for their backward save how it is computed, which frees its memory until then."""
+    address, size = tensor.data_ptr(), tensor.numel()
+
+    def save(saved: Tensor) -> Tensor | Callable[[], Tensor]:
+        is_tensor = saved.data_ptr() == address and saved.numel() == size
+        return partial(_computed, compute, saved.shape) if is_tensor else saved
+
+    return torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved if isinstance(saved, Tensor) else saved())
+
+
+@torch.no_grad()
+def _computed(compute: Callable[[], Tensor], shape: torch.Size) -> Tensor:
+    return compute().view(shape)
 
 
 @torch.no_grad()
