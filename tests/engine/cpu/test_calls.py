@@ -95,9 +95,7 @@ def error(actual: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
-def test_output_and_gradients(
-    name: str, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_and_gradients(name: str, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompiledCalls, "_threads", lambda *_: threads)
     case, bound = CASES[name], 1e-6 if dtype == torch.float32 else 1e-2
     query, key, value, output_grad = drawn(case, dtype)

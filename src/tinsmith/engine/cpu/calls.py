@@ -79,9 +79,7 @@ class CompiledCalls:
         most = max(call.keys for call in calls)
         return cls(np.array(table, packed.CALL), np.array(runs, packed.RUN), masks, scores, most)
 
-    def forward(
-        self, query: Tensor, sources: Sequence[tuple[Tensor, Tensor]], scale: float
-    ) -> Tensor:
+    def forward(self, query: Tensor, sources: Sequence[tuple[Tensor, Tensor]], scale: float) -> Tensor:
         """query [1, Hq, Q, D] and the keys and values [1, Hkv, K, D] of each source -> [1, Hq, Q, D], which is
         [1, Q, Hq, D] in memory. Widths of keys and values may differ."""
         from tinsmith.engine.cpu import packed
@@ -131,8 +129,8 @@ class CompiledCalls:
         scale: float,
         fields: dict[str, Any],
     ) -> None:
-        """Call a function with a PASS of these and more fields. A thread computes the items between two bounds at a time;
-        an item is a key head of a call."""
+        """Call a function with a PASS of these and more fields. A thread computes the items between two bounds at a
+        time; an item is a key head of a call."""
         from tinsmith.engine.cpu import packed
 
         key, value = sources[0]

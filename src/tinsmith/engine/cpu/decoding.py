@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numba import carray, cfunc, njit, types  # pyright: ignore[reportAttributeAccessIssue] - two come by a star
 
-from tinsmith.engine.cpu.primitives import atomic_next, load, pointer, rounded, store, void_pointer
-from tinsmith.engine.cpu.rows import softmax_row
+from tinsmith.engine.cpu.primitives import atomic_next, pointer, void_pointer
+from tinsmith.engine.cpu.rows import copy_row, fill, softmax_row
 from tinsmith.engine.cpu.tiles import TILE_KEYS, TILE_QUERIES, TILE_VALUES, data_of, prefetch, score_tile, weigh_tile
 from tinsmith.engine.cpu.vectors import LANES
 
@@ -54,24 +54,6 @@ def copy(target: Any, target_start: Any, source: Any, source_start: Any, count: 
     """Copy numbers as they are."""
     for i in range(count):
         target[target_start + i] = source[source_start + i]
-
-
-@njit(inline="always")
-def read(rows: Any, start: Any, factor: Any, numbers: Any) -> None:
-    """Fill rows with numbers times a factor, rounded to their dtype."""
-    width = rows.shape[1]
-    for row in range(len(rows)):
-        for i in range(width):
-            rows[row, i] = rounded(numbers, load(numbers, start + row * width + i) * np.float32(factor))
-
-
-@njit(inline="always")
-def write(rows: Any, start: Any, numbers: Any) -> None:
-    """Store rows."""
-    width = rows.shape[1]
-    for row in range(len(rows)):
-        for i in range(width):
-            store(numbers, start + row * width + i, rows[row, i])
 
 
 @njit(inline="always")
@@ -126,16 +108,6 @@ def weigh_part(
         k += 1
 
 
-@njit(inline="always")
-def pad(scores: Any, first: Any, last: Any) -> Any:
-    """Fill scores after the last with -inf, and return where the padding ends."""
-    end = first + (last - first + LINE - 1) // LINE * LINE
-    for g in range(len(scores)):
-        for i in range(last, end):
-            scores[g, i] = np.float32(-np.inf)
-    return end
-
-
 @cache
 def attention_function(is_float32: bool, group: int, key_width: int, value_width: int, value_stride: int) -> Any:
     """A C function of a pointer to a STEP, which lives as long as this object, for `group` queries of a key head and
@@ -164,7 +136,7 @@ def attention_function(is_float32: bool, group: int, key_width: int, value_width
             for part in row:
                 total += part.length
             unseen = max(0, total - step.window) if step.window else 0
-            read(query, source * group * key_width, step.scale, queries)
+            copy_row(data_of(query), 0, queries, source * group * key_width, np.float32(step.scale), group * key_width)
             part = row[step.parts - 1]
             keys = pointer(number(part.keys + step.layer * part.key_layer))
             values = pointer(number(part.values + step.layer * part.value_layer))
@@ -180,8 +152,9 @@ def attention_function(is_float32: bool, group: int, key_width: int, value_width
                 score_part(query, keys, start * key_width, first, part.length, scores, before,
                            values, start * value_stride, rest, key_width, value_stride, ahead)  # fmt: skip
                 before += part.length
-            end = pad(scores, unseen, total)
+            end = unseen + (total - unseen + LINE - 1) // LINE * LINE
             for g in range(group):
+                fill(data_of(scores), g * step.line + total, g * step.line + end, np.float32(-np.inf))
                 softmax_row(data_of(scores), g * step.line + unseen, end - unseen, queries)
             output[:] = 0
             before = 0
@@ -191,7 +164,7 @@ def attention_function(is_float32: bool, group: int, key_width: int, value_width
                 weigh_part(output, values, head * part.capacity * value_stride, first, part.length, scores, before,
                            rest, value_width, value_stride)  # fmt: skip
                 before += part.length
-            write(output, source * group * value_width, outputs)
+            copy_row(outputs, source * group * value_width, data_of(output), 0, np.float32(1), group * value_width)
             source = atomic_next(argument)
 
     return attend

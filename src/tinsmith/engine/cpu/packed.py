@@ -1,8 +1,8 @@
 """The attention of a packed tree as compiled functions, forward and backward.
 
-A call is some consecutive queries and the runs of keys that they see, the last of which are masked. A key head of a call
-is computed at once: its keys and values are copied as float32, laid out for products, and its queries follow block by
-block. Scores and probabilities are rounded to the dtype, as products round them; gradients are float32 inside.
+A call is some consecutive queries and the runs of keys that they see, the last of which are masked. A key head of a
+call is computed at once: its keys and values are copied as float32, laid out for products, and its queries follow in
+blocks. Scores and probabilities are rounded to the dtype, as products round them; gradients are float32 inside.
 
 Each query head's row of a query is one row of its block, those that share a key head side by side.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from numba import carray, cfunc, njit, types  # pyright: ignore[reportAttributeAccessIssue] - two come by a star
 
 from tinsmith.engine.cpu.primitives import atomic_next, flags, load, pointer, store, void_pointer
-from tinsmith.engine.cpu.rows import add_row, fill, mask_row, read_row, softmax_backward_row, softmax_row, write_row
+from tinsmith.engine.cpu.rows import add_row, copy_row, fill, mask_row, softmax_backward_row, softmax_row
 from tinsmith.engine.cpu.tiles import TILE_COLUMNS, TILE_ROWS, data_of, product_tile
 
 MATRIX = np.dtype([("data", "i8"), ("head", "i8"), ("token", "i8")])
@@ -78,8 +78,6 @@ class Block(NamedTuple):
     rows: Any
 
 
-
-
 @njit(inline="always")
 def padded(count: Any) -> Any:
     """A count of columns in whole tiles."""
@@ -91,7 +89,7 @@ def read_keys(target: Any, at: Any, line: Any, numbers: Any, matrix: Any, head: 
     """Read a run of keys or values as rows from `at` on of target [keys, line]."""
     start = head * matrix.head + run.start * matrix.token
     for row in range(run.count):
-        read_row(target, (at + row) * line, numbers, start + row * matrix.token, np.float32(1), width)
+        copy_row(target, (at + row) * line, numbers, start + row * matrix.token, np.float32(1), width)
 
 
 @njit(inline="always")
@@ -129,14 +127,14 @@ def place_of(matrix: Any, block: Any, r: Any) -> Any:
 def read_block(target: Any, line: Any, numbers: Any, matrix: Any, block: Any, factor: Any, width: Any) -> None:
     """Read a block's rows, times a factor."""
     for r in range(block.rows):
-        read_row(target, r * line, numbers, place_of(matrix, block, r), np.float32(factor), width)
+        copy_row(target, r * line, numbers, place_of(matrix, block, r), np.float32(factor), width)
 
 
 @njit(inline="always")
 def write_block(numbers: Any, matrix: Any, block: Any, rows: Any, line: Any, factor: Any, width: Any) -> None:
     """Store a block's rows, times a factor."""
     for r in range(block.rows):
-        write_row(numbers, place_of(matrix, block, r), rows, r * line, np.float32(factor), width)
+        copy_row(numbers, place_of(matrix, block, r), rows, r * line, np.float32(factor), width)
 
 
 @njit(inline="always")
@@ -205,6 +203,16 @@ def to_score_grads(grads: Any, line: Any, probs: Any, rows: Any, columns: Any) -
 
 
 @njit(inline="always")
+def clear(
+    value_columns: Any, width: Any, key_sums: Any, key_line: Any, value_sums: Any, value_line: Any, keys: Any
+) -> None:
+    """Zeros where gradients of a call's keys and values are summed, and in the last tile of its values."""
+    fill(value_columns, (keys - TILE_COLUMNS) * width, keys * width, np.float32(0))
+    fill(key_sums, 0, (keys + TILE_ROWS) * key_line, np.float32(0))
+    fill(value_sums, 0, (keys + TILE_ROWS) * value_line, np.float32(0))
+
+
+@njit(inline="always")
 def tables_of(whole: Any) -> Any:
     """Bounds, calls, runs and sources of a pass."""
     return (
@@ -241,9 +249,8 @@ def forward_function(is_float32: bool) -> Any:
                     read_keys(data_of(value_rows), at, value_line, values, source.values, head, run, value_width)
                     at += run.count
                 for row in range(0, call.count * group, BLOCK_ROWS):
-                    rows = min(BLOCK_ROWS, call.count * group - row)
-                    block = Block(call, head, group, row, rows)
-                    seen = seen_by(block)
+                    block = Block(call, head, group, row, min(BLOCK_ROWS, call.count * group - row))
+                    rows, seen = block.rows, seen_by(block)
                     count = padded(seen)
                     read_block(data_of(query), width, queries, whole.queries, block, whole.scale, width)
                     multiply_by_columns(data_of(probs), line, data_of(query), width, data_of(key_columns), width, rows,
@@ -266,11 +273,10 @@ def backward_function(is_float32: bool) -> Any:
     def attend_backward(argument):
         whole = carray(argument, 1, PASS)[0]
         bounds, calls, runs, sources = tables_of(whole)
+        source, output_grads = sources[0], pointer(number(whole.output_grads.data))
         queries, query_grads = pointer(number(whole.queries.data)), pointer(number(whole.query_grads.data))
-        source = sources[0]
         keys, values = pointer(number(source.keys.data)), pointer(number(source.values.data))
         key_grads, value_grads = pointer(np.float64(whole.key_grads.data)), pointer(np.float64(whole.value_grads.data))
-        output_grads = pointer(number(whole.output_grads.data))
         group, width, value_width = whole.group, whole.key_width, whole.value_width
         key_line, value_line, line = padded(width), padded(value_width), padded(whole.keys_at_most) + TILE_COLUMNS
         key_columns, value_columns = np.empty(line * width, np.float32), np.empty(line * value_width, np.float32)
@@ -282,22 +288,20 @@ def backward_function(is_float32: bool) -> Any:
         while part < whole.parts:
             for item in range(bounds[part], bounds[part + 1]):
                 call, head, at = calls[item % whole.calls], item // whole.calls, 0
-                all_keys = padded(call.keys)  # those after the last are multiplied by 0
-                value_columns[(all_keys - TILE_COLUMNS) * value_width : all_keys * value_width] = 0
-                key_sums[: (all_keys + TILE_ROWS) * key_line] = 0
-                value_sums[: (all_keys + TILE_ROWS) * value_line] = 0
+                clear(data_of(value_columns), value_width, data_of(key_sums), key_line, data_of(value_sums), value_line,
+                      padded(call.keys))  # fmt: skip
                 for run in runs[call.first_run : call.first_run + call.runs]:
                     read_as_columns(data_of(key_columns), at, keys, source.keys, head, run, width)
                     read_keys(data_of(key_rows), at, key_line, keys, source.keys, head, run, width)
                     read_as_columns(data_of(value_columns), at, values, source.values, head, run, value_width)
                     at += run.count
                 for row in range(0, call.count * group, BLOCK_ROWS):
-                    rows = min(BLOCK_ROWS, call.count * group - row)
-                    block = Block(call, head, group, row, rows)
-                    seen = seen_by(block)
-                    count = padded(seen)
+                    block = Block(call, head, group, row, min(BLOCK_ROWS, call.count * group - row))
+                    rows, seen, count = block.rows, seen_by(block), padded(seen_by(block))
                     read_block(data_of(query), key_line, queries, whole.queries, block, whole.scale, width)
-                    read_block(data_of(output_grad), value_line, output_grads, whole.output_grads, block, 1, value_width)
+                    read_block(
+                        data_of(output_grad), value_line, output_grads, whole.output_grads, block, 1, value_width
+                    )
                     multiply_by_columns(data_of(probs), line, data_of(query), key_line, data_of(key_columns), width,
                                         rows, count)  # fmt: skip
                     to_probabilities(data_of(probs), line, block, count, queries)
@@ -305,7 +309,9 @@ def backward_function(is_float32: bool) -> Any:
                                         value_width, rows, count)  # fmt: skip
                     to_score_grads(data_of(grads), line, data_of(probs), rows, count)
                     multiply_by_rows(data_of(query_grad), key_line, data_of(grads), line, data_of(key_rows), seen, rows)
-                    write_block(query_grads, whole.query_grads, block, data_of(query_grad), key_line, whole.scale, width)
+                    write_block(
+                        query_grads, whole.query_grads, block, data_of(query_grad), key_line, whole.scale, width
+                    )
                     add_transposed(data_of(key_sums), key_line, data_of(grads), line, data_of(query), rows, count)
                     add_transposed(data_of(value_sums), value_line, data_of(probs), line, data_of(output_grad), rows,
                                    count)  # fmt: skip

@@ -27,21 +27,12 @@ from tinsmith.engine.cpu.vectors import rounded as rounded_vector
 
 
 @njit(inline="always")
-def read_row(target: Any, at: Any, source: Any, start: Any, factor: Any, count: Any) -> None:
-    """Fill `count` float32 with numbers times a factor, rounded to their dtype."""
+def copy_row(target: Any, at: Any, source: Any, start: Any, factor: Any, count: Any) -> None:
+    """Copy `count` numbers times a factor, rounded to the dtypes of both."""
     whole = count - count % LANES
-    _read_vectors(target, at, source, start, factor, whole)
+    _copy_vectors(target, at, source, start, factor, whole)
     for i in range(whole, count):
         store(target, at + i, rounded(source, load(source, start + i) * factor))
-
-
-@njit(inline="always")
-def write_row(target: Any, at: Any, source: Any, start: Any, factor: Any, count: Any) -> None:
-    """Store `count` float32 times a factor."""
-    whole = count - count % LANES
-    _write_vectors(target, at, source, start, factor, whole)
-    for i in range(whole, count):
-        store(target, at + i, load(source, start + i) * factor)
 
 
 @njit(inline="always")
@@ -70,8 +61,10 @@ def mask_row(numbers: Any, at: Any, visible: Any, first: Any, count: Any) -> Non
 
 @intrinsic
 def softmax_row(context: Any, numbers: Any, at: Any, count: Any, like: Any) -> Any:
-    """The softmax of `count` float32, a multiple of LANES, in place, both rounded to the dtype of a pointer. All are NaN
-    if any is."""
+    """The softmax of `count` float32, a multiple of LANES, in place, both rounded to the dtype of a pointer.
+
+    All results are NaN if any number is.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         numbers, at, count, like = arguments
@@ -108,11 +101,12 @@ def softmax_backward_row(context: Any, grads: Any, at: Any, probs: Any, place: A
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         grads, at, probs, place, count = arguments
 
-        def pair(i: Any) -> Any:
-            return (read(builder, grads, builder.add(at, i)), read(builder, probs, builder.add(place, i)))
+        def pair(i: Any) -> tuple[Any, Any]:
+            return read(builder, grads, builder.add(at, i)), read(builder, probs, builder.add(place, i))
 
         def weighted(i: Any, carried: Any) -> Any:
-            return [fma(builder, *pair(i), carried[0])]
+            grad, prob = pair(i)
+            return [fma(builder, grad, prob, carried[0])]
 
         def differences(i: Any, carried: Any) -> Any:
             grad, prob = pair(i)
@@ -128,7 +122,7 @@ def softmax_backward_row(context: Any, grads: Any, at: Any, probs: Any, place: A
 
 
 @intrinsic
-def _read_vectors(context: Any, target: Any, at: Any, source: Any, start: Any, factor: Any, count: Any) -> Any:
+def _copy_vectors(context: Any, target: Any, at: Any, source: Any, start: Any, factor: Any, count: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         target, at, source, start, factor, count = arguments
         factors = broadcast(builder, factor)
@@ -136,22 +130,6 @@ def _read_vectors(context: Any, target: Any, at: Any, source: Any, start: Any, f
         def body(i: Any, carried: Any) -> Any:
             vector = builder.fmul(read(builder, source, builder.add(start, i)), factors)
             write(builder, target, builder.add(at, i), rounded_vector(builder, vector, source))
-            return carried
-
-        loop(builder, count, LANES, [], body)
-        return context.get_dummy_value()
-
-    return types.void(target, types.int64, source, types.int64, types.float32, types.int64), generate
-
-
-@intrinsic
-def _write_vectors(context: Any, target: Any, at: Any, source: Any, start: Any, factor: Any, count: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        target, at, source, start, factor, count = arguments
-        factors = broadcast(builder, factor)
-
-        def body(i: Any, carried: Any) -> Any:
-            write(builder, target, builder.add(at, i), builder.fmul(read(builder, source, builder.add(start, i)), factors))
             return carried
 
         loop(builder, count, LANES, [], body)

@@ -74,7 +74,9 @@ def product_tile(
             return [fma(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
         zero = constant(0.0)
-        sums = loop(builder, depth, 1, [read(builder, outputs, at) if adds.literal_value else zero for at in flat], body)
+        sums = loop(
+            builder, depth, 1, [read(builder, outputs, at) if adds.literal_value else zero for at in flat], body
+        )
         for at, total in zip(flat, sums, strict=True):
             write(builder, outputs, at, total)
         return context.get_dummy_value()

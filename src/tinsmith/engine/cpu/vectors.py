@@ -17,7 +17,6 @@ from tinsmith.engine.cpu.primitives import BITS, EXP_COEFFICIENTS
 FLOAT, INT64 = ir.FloatType(), ir.IntType(64)
 
 
-
 def _has_32_registers() -> bool:
     """Whether Numba compiles for AVX-512: $NUMBA_CPU_FEATURES may leave out what the processor has."""
     if config.CPU_FEATURES is not None:
@@ -38,6 +37,7 @@ def lanes_in(width: int) -> int:
 
 
 def index(builder: Any, start: Any, offset: int) -> Any:
+    """start + offset."""
     return builder.add(start, INT64(offset))
 
 
@@ -74,10 +74,12 @@ def broadcast(builder: Any, number: Any, lanes: int = LANES) -> Any:
 
 
 def constant(number: float, lanes: int = LANES) -> Any:
-    return ir.Constant(ir.VectorType(FLOAT, lanes), [float(number)] * lanes)
+    """A vector of one number."""
+    return ir.Constant(ir.VectorType(FLOAT, lanes), [number] * lanes)
 
 
 def fma(builder: Any, left: Any, right: Any, total: Any) -> Any:
+    """left * right + total, rounded once."""
     return builder.fadd(builder.fmul(left, right, flags=("contract",)), total, flags=("contract",))
 
 
@@ -99,7 +101,7 @@ def folded(builder: Any, vector: Any, operation: Callable[[Any, Any], Any]) -> A
 
 def exponential(builder: Any, vector: Any) -> Any:
     """e^x, as `primitives.exp` computes it; NaN for NaN."""
-    log2, shift, upper, lower, *coefficients = EXP_COEFFICIENTS
+    log2, shift, upper, lower, *coefficients = map(float, EXP_COEFFICIENTS)
     vector = larger(builder, vector, constant(-87.0))
     vector = builder.select(builder.fcmp_ordered(">", vector, constant(87.0)), constant(87.0), vector)
     shifted = fma(builder, vector, constant(log2), constant(shift))

@@ -173,7 +173,8 @@ class MLP(nn.Module):
 
 
 def recomputed_in_backward(tensor: Tensor, compute: Callable[[], Tensor]) -> AbstractContextManager[object]:
-    """Have functions that save a tensor for their backward save how it is computed, which frees its memory until then."""
+    """Have functions that save a tensor for their backward save how to compute it, so that it takes no memory until
+    then."""
     address, size = tensor.data_ptr(), tensor.numel()
 
     def save(saved: Tensor) -> Tensor | Callable[[], Tensor]:

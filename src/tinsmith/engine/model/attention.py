@@ -12,9 +12,8 @@ Where Numba is, compiled functions compute all calls of a layer at once instead 
 the time, and save nothing for the backward but its inputs. They know neither soft caps nor sinks.
 
 Without them, CPUs compute bfloat16 attention as batched matrix products (`batched_attention`), with the query heads
-that share a key head folded into the rows: the flash kernel's backward is slow there. The matrix of probabilities
-[Hkv, G Q, K] is saved for the backward where it is small and recomputed where it is not, so that memory grows linearly
-with the length of a row.
+that share a key head folded into the rows: the flash kernel's backward is slow there. The matrices of probabilities
+[Hkv, G Q, K] are computed again for the backward, so that memory grows linearly with the length of a row.
 
 A piece of a tree (`packing.cut`) also sees saved keys and values of the positions before it. Its backward adds their
 gradients to those saved, and takes from these what later pieces have added to its own.
@@ -44,7 +43,6 @@ from tinsmith.engine.model.attention_kernels import (
     attend,
     batched_attention,
     batched_attention_backward,
-    causal_mask,
     equal_widths,
     flash_attention,
     flash_attention_backward,
@@ -273,7 +271,7 @@ class PackedAttention:
         """A call with its mask."""
         visible, queries, keys = call.visible, call.stop - call.start, call.keys
         if visible is None and not by_kernel:
-            visible = causal_mask(queries, keys)
+            visible = np.tri(queries, dtype=bool)
         elif visible is None and queries < keys:
             visible = np.tri(queries, keys, keys - queries, dtype=bool)
         mask = None if visible is None else additive_mask(visible, self.dtype, self.device)
@@ -339,7 +337,7 @@ def _joined(key: Tensor, value: Tensor, before: PieceLayerKV | None) -> tuple[Te
 def _packed_forward(
     query: Tensor, key: Tensor, value: Tensor, calls: Sequence[KernelCall], rule: AttentionRule
 ) -> tuple[Tensor, list[Tensor]]:
-    """The output, and of each call what its backward needs: probabilities, or the logsumexp of the flash kernel."""
+    """The output, and the logsumexp of each call of the flash kernel, which its backward needs."""
     # [1, T, Hq, D] in memory, so that the output projection reads it without a copy.
     output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
     saved: list[Tensor] = []
@@ -347,8 +345,7 @@ def _packed_forward(
         queries = slice(each.call.start, each.call.stop)
         own, keys, values = query[:, :, queries], _visible(key, each.call), _visible(value, each.call)
         if each.batched_mask is not None:
-            result, probs = batched_attention(own, keys, values, each.batched_mask, rule)
-            saved.append(probs)
+            result = batched_attention(own, keys, values, each.batched_mask, rule)
         elif query.device.type == "cpu":
             result, logsumexp = flash_attention(own, keys, values, each.mask, rule)
             saved.append(logsumexp)
@@ -387,9 +384,7 @@ class _PackedAttention(torch.autograd.Function):
             own = slice(each.call.start, each.call.stop)
             inputs = (query[:, :, own], _visible(key, each.call), _visible(value, each.call))
             if each.batched_mask is not None:
-                call_grads = batched_attention_backward(
-                    grads[0][:, :, own], *inputs, saved[number], each.batched_mask, ctx.rule
-                )
+                call_grads = batched_attention_backward(grads[0][:, :, own], *inputs, each.batched_mask, ctx.rule)
             elif query.device.type == "cpu":
                 call_grads = flash_attention_backward(
                     grads[0][:, :, own], inputs, (output[:, :, own], saved[number]), each.mask, ctx.rule

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, softplus
 
 from tinsmith.engine.model.attention_rule import AttentionRule
-
-MAX_SAVED_KEYS = 256
-"""`batched_attention` saves the probabilities of calls over up to this many keys."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -26,13 +22,6 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def needs_products(rule: AttentionRule, device: torch.device) -> bool:
     """Whether no kernel of `attend` computes the rule on this device, so that it is written out as products."""
     return rule.softcap is not None or (rule.sinks is not None and device.type != "cpu")
-
-
-def causal_mask(queries: int, keys: int) -> np.ndarray:
-    """bool [queries, M]: whether the last queries of a sequence see its last M keys; all of them see earlier keys."""
-    # Adding a mask to whole rows of scores is faster than to their ends.
-    width = keys if keys <= MAX_SAVED_KEYS else queries
-    return np.tri(queries, width, width - queries, dtype=bool)
 
 
 def additive_mask(visible: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -93,40 +82,24 @@ def flash_attention_backward(
     )
 
 
-def batched_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: AttentionRule
-) -> tuple[Tensor, Tensor]:
-    """Attention as batched products: query [1, Hq, Q, D], key and value [1, Hkv, K, D], additive mask [Q, M].
-
-    The mask applies to the last M keys. Returns [1, Hq, Q, D] and the probabilities for the backward, which are an
-    empty tensor if there are more than MAX_SAVED_KEYS keys or a soft cap, whose scores are computed again anyway.
-    """
+def batched_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: AttentionRule) -> Tensor:
+    """Attention as batched products: query [1, Hq, Q, D], key and value [1, Hkv, K, D], additive mask [Q, M], which
+    applies to the last M keys. Returns [1, Hq, Q, D]."""
     scores = _scores(_scaled_queries(query[0], rule.scale, key.shape[1]), key, mask, rule)
-    probs = _probs(scores, rule)
-    output = torch.bmm(probs, value[0]).view(*query.shape[:3], value.shape[3])
-    saved = key.shape[2] <= MAX_SAVED_KEYS and rule.softcap is None
-    return output, probs if saved else query.new_empty(0)
+    return torch.bmm(_probs(scores, rule), value[0]).view(*query.shape[:3], value.shape[3])
 
 
 def batched_attention_backward(
-    output_grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    saved_probs: Tensor,
-    mask: Tensor,
-    rule: AttentionRule,
+    output_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: AttentionRule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value for `output_grad` [1, Hq, Q, D]."""
+    """Gradients of query, key and value for `output_grad` [1, Hq, Q, D]; the probabilities are computed again."""
     folded, folded_grad = _scaled_queries(query[0], rule.scale, key.shape[1]), _fold(output_grad, key)
-    cap_grad, probs = None, saved_probs
-    if not saved_probs.numel():
-        scores = _scores(folded, key, mask, rule)
-        if rule.softcap is not None:
-            # d c tanh(s / c) / d s, at the capped score; a masked one is -inf and has no gradient anyway
-            capped = scores.clamp(min=-rule.softcap).div_(rule.softcap)
-            cap_grad = capped.square_().neg_().add_(1)
-        probs = _probs(scores, rule)
+    cap_grad, scores = None, _scores(folded, key, mask, rule)
+    if rule.softcap is not None:
+        # d c tanh(s / c) / d s, at the capped score; a masked one is -inf and has no gradient anyway
+        capped = scores.clamp(min=-rule.softcap).div_(rule.softcap)
+        cap_grad = capped.square_().neg_().add_(1)
+    probs = _probs(scores, rule)
     value_grad = torch.bmm(probs.transpose(1, 2), folded_grad)
     score_grad = torch.bmm(folded_grad, value[0].transpose(1, 2))
     torch.ops.aten._softmax_backward_data.out(score_grad, probs, -1, probs.dtype, grad_input=score_grad)

@@ -175,7 +175,7 @@ class PrefixAttention:
             own, mask = query[:, :, call.start : call.stop], call.mask
             assert mask is not None
             if products or (query.device.type == "cpu" and call.stop - call.start <= MAX_FOLDED_QUERIES):
-                attended = batched_attention(own, keys[None], values[None], mask, rule)[0]
+                attended = batched_attention(own, keys[None], values[None], mask, rule)
             else:
                 if unmasked := keys.shape[1] - mask.shape[1]:
                     mask = pad(mask, (unmasked, 0))
