@@ -208,7 +208,7 @@ class PackedAttention:
     before: PieceKV | None = None
     """Keys and values before the tree's positions, if these are a piece of a larger tree."""
     compiled: bool = False
-    """Whether compiled functions compute what they can."""
+    """Whether compiled functions compute what they can, on a CPU."""
     _calls: dict[tuple[int | None, str], Calls] = field(default_factory=dict)
     """By window and what computes them: layers with the same rule share the masks."""
     cached_queries: int = 0
@@ -217,7 +217,7 @@ class PackedAttention:
         """The calls of a layer with this rule."""
         cpu = self.device.type == "cpu"
         form = "kernel"
-        if self.compiled and rule.softcap is None and rule.sinks is None:
+        if self.compiled and cpu and rule.softcap is None and rule.sinks is None:
             form = "compiled"
         elif (cpu and self.dtype == torch.bfloat16) or needs_products(rule, self.device):
             form = "products"

@@ -146,7 +146,7 @@ class PrefixAttention:
     dtype: torch.dtype
     device: torch.device
     compiled: bool = False
-    """Whether compiled functions compute what they can."""
+    """Whether compiled functions compute what they can, on a CPU."""
     saved_kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _calls: dict[int | None, list[PrefixCall]] = field(default_factory=dict)
     """By window: layers with the same window share the masks."""
@@ -163,7 +163,8 @@ class PrefixAttention:
     ) -> Tensor:
         """query [1, Hq, C, D], key and value [1, Hkv, C, D] -> [1, C, Hq, D]."""
         self.saved_kv.append(to_cache(key, value, latents))
-        if self.compiled and rule.softcap is None and rule.sinks is None and latents is None:
+        compiled = self.compiled and self.device.type == "cpu"
+        if compiled and rule.softcap is None and rule.sinks is None and latents is None:
             if rule.window not in self._compiled_calls:
                 self._compiled_calls[rule.window] = _CompiledPrefixCalls.of(self.calls_in_window(rule.window))
             return self._compiled_calls[rule.window].attend(layer, query, key, value, rule)
