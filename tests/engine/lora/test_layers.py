@@ -136,3 +136,22 @@ def test_norm_of_float32_has_dtype_of_its_weight() -> None:
     assert output.dtype == torch.bfloat16
     assert inputs.grad is not None
     assert inputs.grad.dtype == torch.float32
+
+
+def test_recomputed_tensor_is_not_saved() -> None:
+    inputs, weight = torch.randn(3, 4, requires_grad=True), torch.randn(12, requires_grad=True)
+    product, calls = inputs.exp(), list[int]()
+    (wanted,) = torch.autograd.grad((inputs.exp().view(12) * weight).sum(), [weight])
+
+    def compute() -> Tensor:
+        calls.append(1)
+        return inputs.exp()
+
+    with layers.recomputed_in_backward(product, compute):
+        output = product.view(12) * weight
+    assert not calls
+    assert torch.equal(torch.autograd.grad(output.sum(), [weight])[0], wanted)
+    assert calls == [1]
+    with torch.no_grad(), layers.recomputed_in_backward(product, compute):
+        assert not (product * 2).requires_grad
+    assert calls == [1]

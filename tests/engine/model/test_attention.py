@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
-from tinsmith.engine.model import attention, packing
+from tinsmith.engine.cpu.calls import CompiledCalls
+from tinsmith.engine.model import attention, packing, self_check
 from tinsmith.engine.model.attention_kernels import (
     additive_mask,
     batched_attention,
@@ -39,6 +43,19 @@ def test_masked_job_split_into_calls_gives_same_result(monkeypatch: pytest.Monke
     assert few == 1 + 3 + 2 + 1
     for left, right in zip(actual, wanted, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fault", [lambda *_: torch.zeros(1, 4, 89, 16), lambda *_: 1 / 0])
+def test_compiled_attention_that_fails_is_not_used(
+    fault: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("numba")
+    with caplog.at_level(logging.WARNING):
+        assert self_check._compiled_attention_works(torch.float32)
+        assert not caplog.records
+        monkeypatch.setattr(CompiledCalls, "forward", fault)
+        assert not self_check._compiled_attention_works(torch.float32)
+    assert "compiled attention does not work here" in caplog.text
 
 
 @pytest.mark.parametrize("causal", [True, False])
