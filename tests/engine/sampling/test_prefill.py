@@ -94,7 +94,7 @@ def test_mask_memory_grows_linearly_with_length(base: BaseModel) -> None:
         calls = prefill.context.calls(None)
         _, numpy_peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        storages = [part.mask.untyped_storage() for part in calls if part.mask is not None]
+        storages = [mask.untyped_storage() for _, mask in calls]
         masks = {storage.data_ptr(): storage for storage in storages}
         return numpy_peak, sum(storage.nbytes() for storage in masks.values())
 

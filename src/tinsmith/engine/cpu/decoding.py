@@ -10,9 +10,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import carray, cfunc, njit, types  # pyright: ignore[reportAttributeAccessIssue] - two come by a star
+from numba import carray, njit  # pyright: ignore[reportAttributeAccessIssue] - it comes by a star
 
-from tinsmith.engine.cpu.primitives import atomic_next, pointer, void_pointer
+from tinsmith.engine.cpu.primitives import atomic_next, c_function, pointer, void_pointer
 from tinsmith.engine.cpu.rows import copy_row, fill, softmax_row
 from tinsmith.engine.cpu.tiles import TILE_KEYS, TILE_QUERIES, TILE_VALUES, data_of, prefetch, score_tile, weigh_tile
 from tinsmith.engine.cpu.vectors import LANES
@@ -47,13 +47,6 @@ PART = np.dtype(
 )
 LINE = LANES
 """Scores are padded with -inf to a multiple of this."""
-
-
-@njit(inline="always")
-def copy(target: Any, target_start: Any, source: Any, source_start: Any, count: Any) -> None:
-    """Copy numbers as they are."""
-    for i in range(count):
-        target[target_start + i] = source[source_start + i]
 
 
 @njit(inline="always")
@@ -116,13 +109,7 @@ def attention_function(is_float32: bool, group: int, key_width: int, value_width
     number, rest = np.float64 if is_float32 else np.int64, group % TILE_QUERIES
     ahead = TILE_KEYS * value_stride
 
-    @cfunc(
-        types.void(types.voidptr),
-        nopython=True,
-        cache=True,
-        error_model="numpy",
-        fastmath={"contract", "reassoc"},
-    )
+    @c_function
     def attend(argument):
         step = carray(argument, 1, STEP)[0]
         queries, outputs = pointer(number(step.queries)), pointer(number(step.outputs))
@@ -141,9 +128,9 @@ def attention_function(is_float32: bool, group: int, key_width: int, value_width
             keys = pointer(number(part.keys + step.layer * part.key_layer))
             values = pointer(number(part.values + step.layer * part.value_layer))
             new = head * part.capacity + part.length - 1
-            copy(keys, new * key_width, new_keys, source * key_width, key_width)
+            copy_row(keys, new * key_width, new_keys, source * key_width, np.float32(1), key_width)
             if value_width == value_stride:
-                copy(values, new * value_width, new_values, source * value_width, value_width)
+                copy_row(values, new * value_width, new_values, source * value_width, np.float32(1), value_width)
             before = 0
             for part in row:
                 keys = pointer(number(part.keys + step.layer * part.key_layer))

@@ -34,5 +34,5 @@ def _library() -> ctypes.CDLL | None:
         library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         library.GOMP_parallel.restype = None
         return library
-    log.info("PyTorch has no libgomp of its own here: the attention of decoding is computed in one thread.")
+    log.info("PyTorch has no libgomp of its own here: attention is computed in one thread.")
     return None

@@ -13,9 +13,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray, cfunc, njit, types  # pyright: ignore[reportAttributeAccessIssue] - two come by a star
+from numba import carray, njit  # pyright: ignore[reportAttributeAccessIssue] - it comes by a star
 
-from tinsmith.engine.cpu.primitives import atomic_next, flags, load, pointer, store, void_pointer
+from tinsmith.engine.cpu.primitives import atomic_next, c_function, load, pointer, store, void_pointer
 from tinsmith.engine.cpu.rows import add_row, copy_row, fill, mask_row, softmax_backward_row, softmax_row
 from tinsmith.engine.cpu.tiles import TILE_COLUMNS, TILE_ROWS, data_of, product_tile
 
@@ -184,7 +184,8 @@ def to_probabilities(scores: Any, line: Any, block: Any, columns: Any, like: Any
     """A block's scores to probabilities, 0 after what is seen and for a tile of rows more."""
     call = block.call
     seen = carray(void_pointer(call.seen), call.count, np.int64)
-    visible, unmasked = flags(call.visible), call.keys - call.masked
+    visible = data_of(carray(void_pointer(call.visible), call.count * call.masked, np.uint8))
+    unmasked = call.keys - call.masked
     for r in range(block.rows):
         query = (block.row + r) // block.group
         count = max(0, seen[query] - unmasked)
@@ -228,7 +229,7 @@ def forward_function(is_float32: bool) -> Any:
     """A C function of a pointer to a PASS, which lives as long as this object: fills the outputs."""
     number = np.float64 if is_float32 else np.int64
 
-    @cfunc(types.void(types.voidptr), nopython=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc"})
+    @c_function
     def attend(argument):
         whole = carray(argument, 1, PASS)[0]
         bounds, calls, runs, sources = tables_of(whole)
@@ -269,7 +270,7 @@ def backward_function(is_float32: bool) -> Any:
     to those of keys and values."""
     number = np.float64 if is_float32 else np.int64
 
-    @cfunc(types.void(types.voidptr), nopython=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc"})
+    @c_function
     def attend_backward(argument):
         whole = carray(argument, 1, PASS)[0]
         bounds, calls, runs, sources = tables_of(whole)
@@ -297,7 +298,8 @@ def backward_function(is_float32: bool) -> Any:
                     at += run.count
                 for row in range(0, call.count * group, BLOCK_ROWS):
                     block = Block(call, head, group, row, min(BLOCK_ROWS, call.count * group - row))
-                    rows, seen, count = block.rows, seen_by(block), padded(seen_by(block))
+                    rows, seen = block.rows, seen_by(block)
+                    count = padded(seen)
                     read_block(data_of(query), key_line, queries, whole.queries, block, whole.scale, width)
                     read_block(
                         data_of(output_grad), value_line, output_grads, whole.output_grads, block, 1, value_width
@@ -315,10 +317,10 @@ def backward_function(is_float32: bool) -> Any:
                     add_transposed(data_of(key_sums), key_line, data_of(grads), line, data_of(query), rows, count)
                     add_transposed(data_of(value_sums), value_line, data_of(probs), line, data_of(output_grad), rows,
                                    count)  # fmt: skip
-                start, value_start = part * whole.key_grads_part, part * whole.value_grads_part
-                add_to_keys(key_grads, whole.key_grads, start, call, runs, head, data_of(key_sums), key_line, width)
-                add_to_keys(value_grads, whole.value_grads, value_start, call, runs, head, data_of(value_sums),
-                            value_line, value_width)  # fmt: skip
+                add_to_keys(key_grads, whole.key_grads, part * whole.key_grads_part, call, runs, head,
+                            data_of(key_sums), key_line, width)  # fmt: skip
+                add_to_keys(value_grads, whole.value_grads, part * whole.value_grads_part, call, runs, head,
+                            data_of(value_sums), value_line, value_width)  # fmt: skip
             part = atomic_next(argument)
 
     return attend_backward

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import config, njit, types
+from numba import cfunc, config, njit, types  # pyright: ignore[reportAttributeAccessIssue] - one comes by a star
 from numba.extending import intrinsic
 
 from tinsmith.engine.config import cache_folder
@@ -30,6 +30,10 @@ BITS = ir.IntType(32)
 compiled: Callable[..., Any] = njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
 summing: Callable[..., Any] = njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc"})
 """Sums may be taken in any order, for vector instructions."""
+c_function: Callable[..., Any] = cfunc(
+    types.void(types.voidptr), nopython=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc"}
+)
+"""The same, as a C function of a pointer, for `openmp.run`."""
 
 
 @intrinsic
@@ -156,16 +160,6 @@ def void_pointer(context: Any, address: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
     return types.voidptr(address), generate
-
-
-@intrinsic
-def flags(context: Any, address: Any) -> Any:
-    """A pointer to bytes at an address, each 0 or 1."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.uint8)(address), generate
 
 
 @intrinsic

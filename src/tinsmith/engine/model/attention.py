@@ -8,8 +8,8 @@ runs of its shared prefix and its own positions. On a GPU one FlexAttention call
 where that is supported, else `scaled_dot_product_attention`. On a CPU the kernel is PyTorch's flash attention, forward
 and backward called directly, so that gradients of a shared prefix accumulate in place.
 
-Where Numba is, compiled functions compute all calls of a layer at once instead (`cpu.calls`), in a third to a half of
-the time, and save nothing for the backward but its inputs. They know neither soft caps nor sinks.
+Where Numba is installed, one compiled function computes all calls of a layer instead (`cpu.calls`). It is faster, and
+saves nothing for the backward but its inputs. Soft caps and sinks are not built into it.
 
 Without them, CPUs compute bfloat16 attention as batched matrix products (`batched_attention`), with the query heads
 that share a key head folded into the rows: the flash kernel's backward is slow there. The matrices of probabilities
@@ -55,15 +55,13 @@ from tinsmith.errors import Unsupported
 NAME = "tinsmith"
 """Of the attention function among those of transformers."""
 CALL_QUERIES = 128
-"""Queries of one call of `batched_attention`: their matrix of scores stays in the CPU's cache."""
+"""Queries of one call of `batched_attention` or of a compiled function: their scores stay in the CPU's cache."""
 MASKED_CALL_QUERIES = 256
 """Queries of one call with a mask on a CPU. The kernel also computes what the mask removes, so a job is split: keys
 after a call's last query are left out."""
 _HARMLESS = {"dropout", "position_ids", "use_cache", "cache_position", "past_key_values", "output_attentions",
              "output_hidden_states", "return_dict", "is_causal", "position_embeddings"}  # fmt: skip
 """Keywords of transformers' attention modules that change nothing here."""
-
-
 Calls = Sequence["KernelCall"] | CompiledCalls
 """The calls of a layer."""
 
@@ -217,7 +215,7 @@ class PackedAttention:
         """The calls of a layer with this rule."""
         cpu = self.device.type == "cpu"
         form = "kernel"
-        if self.compiled and cpu and rule.softcap is None and rule.sinks is None:
+        if self.compiled and cpu and rule.is_softmax:
             form = "compiled"
         elif (cpu and self.dtype == torch.bfloat16) or needs_products(rule, self.device):
             form = "products"
@@ -398,9 +396,7 @@ class _PackedAttention(torch.autograd.Function):
                 key_grad[:, :, run.start : run.stop] += call_grads[1][:, :, at : at + count]
                 value_grad[:, :, run.start : run.stop] += call_grads[2][:, :, at : at + count]
                 at += count
-        if ctx.before is not None:
-            key_grad, value_grad = ctx.before.exchange(key_grad, value_grad)
-        return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), None, None, None
+        return query_grad, *_own_grads(key_grad, value_grad, ctx.before, key.dtype), None, None, None
 
 
 class _CompiledAttention(torch.autograd.Function):
@@ -425,9 +421,16 @@ class _CompiledAttention(torch.autograd.Function):
         query, key, value = ctx.saved_tensors
         joined = _joined(key, value, ctx.before)  # again, because saving them would take their memory
         query_grad, key_grad, value_grad = ctx.calls.backward(grads[0], query, *joined, ctx.scale)
-        if ctx.before is not None:
-            key_grad, value_grad = ctx.before.exchange(key_grad, value_grad)
-        return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), None, None, None
+        return query_grad, *_own_grads(key_grad, value_grad, ctx.before, key.dtype), None, None, None
+
+
+def _own_grads(
+    key_grad: Tensor, value_grad: Tensor, before: PieceLayerKV | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Gradients of a pass's own keys and values, from the float32 ones of all that `_joined` returned."""
+    if before is not None:
+        key_grad, value_grad = before.exchange(key_grad, value_grad)
+    return key_grad.to(dtype), value_grad.to(dtype)
 
 
 def _recomputed(

@@ -21,6 +21,11 @@ class AttentionRule:
     """[Hq]: a logit for each head that takes part in the softmax and has no value."""
 
     @property
+    def is_softmax(self) -> bool:
+        """Whether the probabilities are the softmax of the scores, as compiled functions compute them."""
+        return self.softcap is None and self.sinks is None
+
+    @property
     def is_plain(self) -> bool:
         """Whether the rule is a scale alone."""
-        return self.window is None and self.softcap is None and self.sinks is None
+        return self.window is None and self.is_softmax

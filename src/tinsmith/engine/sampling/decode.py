@@ -245,7 +245,7 @@ class DecodeAttention:
     ) -> Tensor:
         """query [1, Hq, B, D], key and value [1, Hkv, B, D] -> [1, B, Hq, D]."""
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        if self._compiled is not None and rule.softcap is None and rule.sinks is None:
+        if self._compiled is not None and rule.is_softmax:
             return self._compiled.attend(layer, query, key, value, rule)[None]
         if not self._banks:
             self._banks.extend(_bank_steps(self.rows))

@@ -12,7 +12,8 @@ IDLE_PREFILL_FACTOR = 3
 """Micro-batches' worth of prompt tokens in a prefill pass while no sequence is running: nothing waits for the pass, and
 without a backward it takes about as long as a micro-batch."""
 BUSY_PREFILL_FACTOR = 2
-"""The same while sequences wait for the pass. Smaller passes have more steps of few sequences between them."""
+"""The same while running sequences wait for the pass. More and smaller passes would mean more decoding steps of few
+sequences between them."""
 
 PAGE_SHARE = (3, 4)
 """Of the cache tokens for the pages of running sequences."""

@@ -9,7 +9,7 @@ take longer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -101,8 +101,6 @@ class PrefixCall:
     segments: tuple[KVSegment, ...]
     visible: np.ndarray | None = None
     """bool [Q, M]: whether a query sees each of the last M keys, as in `AttentionCall`."""
-    mask: Tensor | None = None
-    """The same, additive, where no compiled function computes the call."""
 
     @property
     def keys(self) -> int:
@@ -148,11 +146,11 @@ class PrefixAttention:
     compiled: bool = False
     """Whether compiled functions compute what they can, on a CPU."""
     saved_kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    _calls: dict[int | None, list[PrefixCall]] = field(default_factory=dict)
+    _calls: dict[int | None, list[tuple[PrefixCall, Tensor]]] = field(default_factory=dict)
     """By window: layers with the same window share the masks."""
     _compiled_calls: dict[int | None, _CompiledPrefixCalls] = field(default_factory=dict)
 
-    def calls(self, window: int | None) -> list[PrefixCall]:
+    def calls(self, window: int | None) -> list[tuple[PrefixCall, Tensor]]:
         """The calls of layers with this window, with their masks."""
         if window not in self._calls:
             self._calls[window] = list(_with_masks(self.calls_in_window(window), self.dtype, self.device))
@@ -163,24 +161,22 @@ class PrefixAttention:
     ) -> Tensor:
         """query [1, Hq, C, D], key and value [1, Hkv, C, D] -> [1, C, Hq, D]."""
         self.saved_kv.append(to_cache(key, value, latents))
-        compiled = self.compiled and self.device.type == "cpu"
-        if compiled and rule.softcap is None and rule.sinks is None and latents is None:
+        if self.compiled and self.device.type == "cpu" and rule.is_softmax and latents is None:
             if rule.window not in self._compiled_calls:
                 self._compiled_calls[rule.window] = _CompiledPrefixCalls.of(self.calls_in_window(rule.window))
             return self._compiled_calls[rule.window].attend(layer, query, key, value, rule)
         output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
         products = needs_products(rule, query.device) or (latents is not None and latents.absorbs)
-        for call in self.calls(rule.window):
+        for call, mask in self.calls(rule.window):
             parts = zip(*(segment.in_layer(layer, key, value, latents) for segment in call.segments), strict=True)
             keys, values = (tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1) for tensors in parts)
-            own, mask = query[:, :, call.start : call.stop], call.mask
-            assert mask is not None
+            own = query[:, :, call.start : call.stop]
             if products or (query.device.type == "cpu" and call.stop - call.start <= MAX_FOLDED_QUERIES):
                 attended = batched_attention(own, keys[None], values[None], mask, rule)
             else:
-                if unmasked := keys.shape[1] - mask.shape[1]:
-                    mask = pad(mask, (unmasked, 0))
-                attended = attend(own, keys[None], values[None], mask.contiguous(), rule)
+                unmasked = keys.shape[1] - mask.shape[1]
+                whole = pad(mask, (unmasked, 0)) if unmasked else mask
+                attended = attend(own, keys[None], values[None], whole.contiguous(), rule)
             output[:, call.start : call.stop] = attended.transpose(1, 2)
         return output
 
@@ -220,8 +216,10 @@ def attention_calls(
                 yield PrefixCall(begin, begin + count, index.segments(path[:keys]))
 
 
-def _with_masks(calls: Sequence[PrefixCall], dtype: torch.dtype, device: torch.device) -> Iterator[PrefixCall]:
-    """The calls with additive masks [Q, M] over the last M keys; every query attends to those before."""
+def _with_masks(
+    calls: Sequence[PrefixCall], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[PrefixCall, Tensor]]:
+    """The calls, each with its additive mask [Q, M] over the last M keys; every query attends to those before."""
     causal = [call for call in calls if call.visible is None]
     rows = max((call.stop - call.start for call in causal), default=0)
     longest = max((call.keys for call in causal), default=0)
@@ -229,11 +227,11 @@ def _with_masks(calls: Sequence[PrefixCall], dtype: torch.dtype, device: torch.d
     whole = additive_mask(np.tri(rows, longest, longest - rows, dtype=bool), dtype, device)
     for call in calls:
         if call.visible is not None:
-            yield replace(call, mask=additive_mask(call.visible, dtype, device))
+            yield call, additive_mask(call.visible, dtype, device)
         else:
             count = call.stop - call.start
             folded = device.type == "cpu" and count <= MAX_FOLDED_QUERIES
-            yield replace(call, mask=whole[rows - count :, longest - (count if folded else call.keys) :])
+            yield call, whole[rows - count :, longest - (count if folded else call.keys) :]
 
 
 def _windowed_call(
