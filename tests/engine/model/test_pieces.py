@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -54,9 +55,13 @@ def test_pieces_see_what_the_tree_sees(forks: list[tuple[int, int]], budget: int
     assert len(ancestors) == cut.ancestors
     seen = visible(tree, np.arange(len(tree.tokens)), 0)
     for piece in (*cut.pieces, *cut.forward):
-        keys = np.concatenate([ancestors[: piece.past], piece.own])
-        for query, of_query in visible(piece.tree, keys, piece.past).items():
+        keys = np.concatenate([ancestors[piece.path], piece.own])
+        for query, of_query in visible(piece.tree, keys, len(piece.path)).items():
             assert of_query == seen[query], (query, budget)
+    for piece, later in pairwise(cut.pieces):
+        shared = len(later.path) - len(piece.ancestors)
+        np.testing.assert_array_equal(later.path[:shared], piece.path[:shared])
+        np.testing.assert_array_equal(ancestors[later.path[shared:]], piece.own[piece.ancestors])
 
 
 def visible(tree: packing.PackedTree, keys: np.ndarray, past: int) -> dict[int, set[int]]:

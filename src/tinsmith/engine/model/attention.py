@@ -125,29 +125,24 @@ class KernelCall:
     """For `batched_attention`, which computes the call if this is given: additive [Q, M], for the last M keys."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LayerKV:
-    """Keys and values [1, Hkv, N, D] of a layer, and their gradients, in float32."""
-
-    tensors: tuple[Tensor, Tensor]
-    grads: tuple[Tensor, Tensor]
-
-
 class AncestorKV:
-    """Keys and values of the N ancestors of a tree's cuts, by layer, and their gradients from later pieces."""
+    """Keys and values of the N ancestors of a tree's cuts, by layer, and gradients from the pieces that are done.
+
+    These are gradients of what the last of them saw before it, because pieces are computed from the last to the first:
+    what is on no path to a piece that is left has had all of its gradient.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._layers: dict[int, _LayerKV] = {}
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.grads: dict[int, tuple[Tensor, Tensor]] = {}
+        """float32 [1, Hkv, S, D] of each layer, of keys and values on the path of the piece that was computed last."""
 
-    def layer(self, layer: int, key: Tensor, value: Tensor) -> _LayerKV:
-        """The layer's tensors, for keys and values like these."""
+    def layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, Hkv, N, D] of the layer, for tensors like these."""
         if layer not in self._layers:
-            shapes = [(1, tensor.shape[1], self._size, tensor.shape[3]) for tensor in (key, value)]
-            self._layers[layer] = _LayerKV(
-                tensors=(key.new_empty(shapes[0]), value.new_empty(shapes[1])),
-                grads=(key.new_zeros(shapes[0], dtype=torch.float32), key.new_zeros(shapes[1], dtype=torch.float32)),
-            )
+            key, value = (tensor.new_empty(1, tensor.shape[1], self._size, tensor.shape[3]) for tensor in (key, value))
+            self._layers[layer] = key, value
         return self._layers[layer]
 
 
@@ -162,35 +157,40 @@ class PieceKV:
 
     def layer(self, layer: int, key: Tensor, value: Tensor) -> PieceLayerKV:
         """The same of one layer, with its own keys and values."""
-        of_layer, past = self.saved.layer(layer, key, value), self.piece.past
+        tensors, first = self.saved.layer(layer, key, value), self.piece.first_ancestor
         if self.saves:
-            for saved, own in zip(of_layer.tensors, (key, value), strict=True):
-                saved[:, :, past : past + own.shape[2]] = own.detach()
-        return PieceLayerKV(of_layer, past, torch.from_numpy(self.piece.ancestors))
+            for saved, own in zip(tensors, (key, value), strict=True):
+                saved[:, :, first : first + own.shape[2]] = own.detach()
+        return PieceLayerKV(self, layer, tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class PieceLayerKV:
     """The keys and values of a layer before a piece."""
 
-    saved: _LayerKV
-    past: int
-    ancestors: Tensor
-    """int64: as in `Piece`."""
+    of_pass: PieceKV
+    layer: int
+    tensors: tuple[Tensor, Tensor]
+    """Of all ancestors."""
 
     def joined(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All that the piece sees: what was saved before it, then its own."""
-        keys, values = self.saved.tensors
-        return torch.cat([keys[:, :, : self.past], key], 2), torch.cat([values[:, :, : self.past], value], 2)
+        """All that the piece sees: what is before it, then its own."""
+        path = torch.from_numpy(self.of_pass.piece.path)
+        keys, values = (tensor.index_select(2, path) for tensor in self.tensors)
+        return torch.cat([keys, key], 2), torch.cat([values, value], 2)
 
     def exchange(self, key_grad: Tensor, value_grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Given the float32 gradients of all that `joined` returned, save those of what is before the piece, and return
-        those of its own, with what later pieces have saved for them."""
-        for saved, new in zip(self.saved.grads, (key_grad, value_grad), strict=True):
-            saved[:, :, : self.past] += new[:, :, : self.past]
-            later = saved[:, :, self.past : self.past + len(self.ancestors)]
-            new[:, :, self.past :].index_add_(2, self.ancestors, later)
-        return key_grad[:, :, self.past :], value_grad[:, :, self.past :]
+        """Given the float32 gradients of all that `joined` returned, keep those of what is before the piece, and return
+        those of its own, both with what later pieces have kept for them."""
+        piece, grads = self.of_pass.piece, self.of_pass.saved.grads
+        past, ancestors = len(piece.path), torch.from_numpy(piece.ancestors)
+        if self.layer in grads:
+            for new, later in zip((key_grad, value_grad), grads[self.layer], strict=True):
+                shared = later.shape[2] - len(ancestors)
+                new[:, :, :shared] += later[:, :, :shared]
+                new[:, :, past:].index_add_(2, ancestors, later[:, :, shared:])
+        grads[self.layer] = key_grad[:, :, :past].clone(), value_grad[:, :, :past].clone()
+        return key_grad[:, :, past:], value_grad[:, :, past:]
 
 
 @dataclass(slots=True)
@@ -261,7 +261,7 @@ class PackedAttention:
                 visible, skipped = self._windowed(job, first, last, visible, window)
                 runs = after(runs, skipped)
             keys = tuple(KeyRun(start, stop) for start, stop in runs)
-            past = 0 if self.before is None else self.before.piece.past
+            past = 0 if self.before is None else len(self.before.piece.path)
             start = job.start - past
             yield AttentionCall(start + first, start + last, keys, visible)
 
@@ -279,7 +279,7 @@ class PackedAttention:
         self, job: AttentionJob, first: int, last: int, visible: np.ndarray | None, window: int
     ) -> tuple[np.ndarray, int]:
         """What the job's queries first..last see within the window, and the number of leading keys that none sees."""
-        past = 0 if self.before is None else self.before.piece.past
+        past = 0 if self.before is None else len(self.before.piece.path)
         own = self.tree.positions[job.start - past : job.stop - past]
         depth = 0 if job.mask is None else job.mask.shape[1] - len(own)
         key_depths = np.concatenate([np.arange(depth), own[:last]])

@@ -144,13 +144,16 @@ class Piece:
     """Positions of a tree that are computed at once."""
 
     tree: PackedTree
-    """The positions. Its chunks and attention jobs number the ancestors before the piece first, then its own."""
+    """The positions. Its chunks and attention jobs number those of the path first, then its own."""
     own: np.ndarray
     """int64 [P]: the positions in the whole tree, rising."""
-    past: int = 0
-    """Number of ancestors before the piece: the first `past` keys that it sees."""
+    path: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """int64 [S]: what the first position sees before it, by number among the ancestors. No other position of the piece
+    sees more of what is before the piece."""
     ancestors: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """int64: those of its own positions, by index in `own`, that later pieces see."""
+    """int64: those of its own positions, by index in `own`, that later pieces see. These end the next piece's path."""
+    first_ancestor: int = 0
+    """The number of the first of these among all ancestors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,13 +266,12 @@ def cut(tree: PackedTree, budget: int) -> CutTree | None:
     forward: list[Piece] = []
     pieces: list[Piece] = []
     for start, stop in pairwise(bounds):
-        own, past = np.arange(start, stop), int(ranks[start])
-        ancestors = np.flatnonzero(is_ancestor[start:stop])
-        numbers = np.concatenate([ranks[:start], past + own - start])
-        pieces.append(Piece(tree=_part(tree, own, numbers), own=own, past=past, ancestors=ancestors))
+        own, path = np.arange(start, stop), _path(tree, start)
+        ancestors, first = np.flatnonzero(is_ancestor[start:stop]), int(ranks[start])
+        piece = Piece(tree=_part(tree, path, own), own=own, path=ranks[path], ancestors=ancestors, first_ancestor=first)
+        pieces.append(piece)
         if ancestors.size:
-            some = own[ancestors]
-            forward.append(Piece(tree=_part(tree, some, ranks), own=some, past=past))
+            forward.append(replace(piece, tree=_part(tree, path, own[ancestors]), own=own[ancestors]))
     return CutTree(forward=tuple(forward), pieces=tuple(pieces), ancestors=int(is_ancestor.sum()))
 
 
@@ -368,9 +370,10 @@ def _path(tree: PackedTree, at: int) -> np.ndarray:
     return np.concatenate([chunk.path, np.arange(chunk.start, at)])
 
 
-def _part(tree: PackedTree, own: np.ndarray, numbers: np.ndarray) -> PackedTree:
-    """Some positions of the tree, whose chunks have the given numbers for all positions that they see."""
-    chunks = []
+def _part(tree: PackedTree, before: np.ndarray, own: np.ndarray) -> PackedTree:
+    """Some positions of the tree, whose chunks number the positions before them first, then their own."""
+    numbers, chunks = np.zeros(len(tree.tokens), np.int64), []
+    numbers[before], numbers[own] = np.arange(len(before)), np.arange(len(before), len(before) + len(own))
     for chunk in tree.chunks:
         low, high = np.searchsorted(own, [chunk.start, chunk.stop]).tolist()
         if low < high:
