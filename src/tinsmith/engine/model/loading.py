@@ -26,6 +26,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from tinsmith.engine.base import ModelCard
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.cpu.arguments import has_loops
+from tinsmith.engine.cpu.calls import compile_ahead
 from tinsmith.engine.images import tower
 from tinsmith.engine.images.tower import VisionTower
 from tinsmith.engine.load_checks import LoadChecks, checks_of
@@ -65,6 +67,8 @@ def load(config: EngineConfig) -> BaseModel:
 def read(config: EngineConfig) -> LoadedModel:
     """Read a model's files. Raises ConfigError."""
     device = device_of(config.device)
+    if has_loops(device, likely := dtype_of(config.dtype, device)):
+        compile_ahead(likely)  # while files are fetched, converted and read
     located = locate(config.source)
     if not sys.stderr.isatty():  # progress bars clutter a log
         disable_progress_bar()
