@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 MAX_AT_ONCE = 2
 """Micro-batches that are computed at the same time. Each needs memory for its activations."""
+SMALL_WORK = 1 << 25
+"""Positions times the model's parameters below which one of PyTorch's threads computes a pass. A second one gains
+hardly anything there, and while it waits it takes a core from the other processes of the service."""
+
+
+@contextmanager
+def _pytorch_threads(threads: int) -> Iterator[None]:
+    """Operators that the current thread calls within the context are divided among so many of PyTorch's threads."""
+    before = torch.get_num_threads()
+    if threads == before:
+        yield
+        return
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def threads_for(work: int) -> AbstractContextManager[None]:
+    """Context of a pass with so many positions times parameters, in the current thread."""
+    return _pytorch_threads(1) if work < SMALL_WORK else nullcontext()
 
 
 class ComputeThreads:
@@ -21,24 +44,25 @@ class ComputeThreads:
     def __init__(self, at_once: int) -> None:
         self.at_once = at_once
         """Calls that run at the same time."""
-        self._cores = torch.get_num_threads()
-        self._share = max(1, self._cores // at_once)
+        self._share = max(1, torch.get_num_threads() // at_once)
         """PyTorch's threads for a call beside others."""
-        self._pool = None
-        if at_once > 1:
-            self._pool = ThreadPoolExecutor(at_once - 1, "compute", torch.set_num_threads, (self._share,))
+        self._pool = ThreadPoolExecutor(at_once - 1, "compute") if at_once > 1 else None
 
     def run(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Make up to `at_once` calls, which must not raise: one on all cores, several at the same time."""
+        """Make up to `at_once` calls, which must not raise: one on all threads, several at the same time."""
         if self._pool is None or len(calls) < 2:
             for call in calls:
                 call()
             return
-        others = [self._pool.submit(call) for call in calls[1:]]
-        torch.set_num_threads(self._share)
+        share = min(self._share, torch.get_num_threads())
+        others = [self._pool.submit(_call_on, share, call) for call in calls[1:]]
         try:
-            calls[0]()
+            _call_on(share, calls[0])
         finally:
-            torch.set_num_threads(self._cores)
             for other in others:
                 other.result()
+
+
+def _call_on(threads: int, call: Callable[[], None]) -> None:
+    with _pytorch_threads(threads):
+        call()

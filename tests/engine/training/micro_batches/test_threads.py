@@ -21,7 +21,7 @@ from tinsmith.engine.base import LoraSpec, Pass, PassResult
 from tinsmith.engine.build import build
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.model.packing import PackedRow, packed_tokens, sorted_for_packing
-from tinsmith.engine.threads.compute import ComputeThreads
+from tinsmith.engine.threads.compute import SMALL_WORK, ComputeThreads, threads_for
 from tinsmith.engine.training.micro_batches.plan import MAX_EXCESS, MAX_SHARE, thread_shares
 from tinsmith.engine.training.run_rows import RunRows
 from tinsmith.errors import BadRequest
@@ -176,8 +176,50 @@ def test_calls_share_the_cores() -> None:
         threads.run([lambda: seen.append(torch.get_num_threads())] * 2)
         assert seen == [5, 2, 2]
         assert torch.get_num_threads() == 5
+        with threads_for(SMALL_WORK - 1):
+            threads.run([lambda: seen.append(torch.get_num_threads())])
+            threads.run([lambda: seen.append(torch.get_num_threads())] * 2)
+        with threads_for(SMALL_WORK):
+            threads.run([lambda: seen.append(torch.get_num_threads())])
+        assert seen[3:] == [1, 1, 1, 5]
+        assert torch.get_num_threads() == 5
     finally:
         torch.set_num_threads(before)
+
+
+def test_small_passes_take_one_thread(pair: Any, wait: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward, scores and backward; and the trainer has all of its threads again after it."""
+    engine, model_id, oracle = pair()
+    runner, seen = engine.trainer._runner, dict[str, int]()
+
+    def count(name: str, step: Any) -> None:
+        def counted(running: Any) -> None:
+            seen[name] = torch.get_num_threads()
+            step(running)
+
+        monkeypatch.setattr(runner, name, counted)
+
+    count("_forward", runner._forward)
+    count("_score", runner._score)
+    count("_backward", runner._backward)
+    advance = runner.advance
+
+    def on_three(running: Any) -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(3)
+        advance(running)
+        seen["afterwards"] = torch.get_num_threads()
+        torch.set_num_threads(before)
+
+    monkeypatch.setattr(runner, "advance", on_three)
+    request = pass_for("cross_entropy", model_id)
+    wait(engine.run([request]))
+    assert seen == {"_forward": 1, "_score": 1, "_backward": 1, "afterwards": 3}
+    oracle.backward(request)
+    assert_same(gradients_of(engine, model_id), oracle.gradients())
+    monkeypatch.setattr(runner, "_parameters", SMALL_WORK)
+    wait(engine.run([request]))
+    assert seen == {"_forward": 3, "_score": 3, "_backward": 3, "afterwards": 3}
 
 
 ROWS = st.lists(st.tuples(st.integers(0, 80), st.integers(1, 60), st.booleans()), max_size=20)

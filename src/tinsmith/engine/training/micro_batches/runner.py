@@ -20,7 +20,7 @@ from tinsmith.engine.lora.lm_head import LMHead
 from tinsmith.engine.model import packing
 from tinsmith.engine.model.attention import PackedAttention
 from tinsmith.engine.model.base_model import BaseModel
-from tinsmith.engine.threads.compute import ComputeThreads
+from tinsmith.engine.threads.compute import ComputeThreads, threads_for
 from tinsmith.engine.training.activation_checkpointing import CheckpointSwitch
 from tinsmith.engine.training.micro_batches.batch import MicroBatch, Part, ScoredPiece
 from tinsmith.engine.training.training_run import TrainingRun
@@ -84,6 +84,7 @@ class MicroBatchRunner:
         """`cuts`: whether a run's larger micro-batches are computed in pieces."""
         self.tokens, self.cuts = tokens, cuts
         self._base, self._head, self._active = base, head, active
+        self._parameters = base.card.weight_bytes // base.dtype.itemsize
         self._switch, self._recompute, self._threads = switch, recompute, threads
 
     @property
@@ -99,10 +100,12 @@ class MicroBatchRunner:
 
     def advance(self, running: Sequence[RunningMicroBatch]) -> None:
         """Compute the next piece of each of up to `at_once` micro-batches."""
-        self._threads.run([partial(each.attempt, partial(self._forward, each)) for each in running])
-        for each in running:
-            each.attempt(partial(self._score, each))
-        self._threads.run([partial(each.attempt, partial(self._backward, each)) for each in running])
+        positions = sum(len(each.piece.own) for each in running if not each.is_done)
+        with threads_for(positions * self._parameters):
+            self._threads.run([partial(each.attempt, partial(self._forward, each)) for each in running])
+            for each in running:
+                each.attempt(partial(self._score, each))
+            self._threads.run([partial(each.attempt, partial(self._backward, each)) for each in running])
         for each in running:
             each.attempt(each.take_piece)
 
