@@ -104,7 +104,7 @@ class Size:
         self, name: str, dtype: torch.dtype = torch.bfloat16, layers: int | None = None, **options: Any
     ) -> EngineDriver:
         """An engine with such a model on the fast path; raises Unsupported if the fast path refuses it."""
-        base = loading.prepare(self.model(name, dtype, layers), _tokenizer(), name, name)
+        base = loading.prepare(loading.LoadedModel(self.model(name, dtype, layers), _tokenizer(), name, name))
         setting = Setting(folder=Path(name), threads=0, turns=0, dtype=dtype_name(dtype))
         return EngineDriver(setting, base, device=self.device, **options)
 

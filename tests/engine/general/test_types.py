@@ -17,6 +17,7 @@ from tinsmith.engine.general.cache import CachedRows
 from tinsmith.engine.general.model import GeneralModel
 from tinsmith.engine.lora.lm_head import LMHead
 from tinsmith.engine.model import packing
+from tinsmith.engine.model.loading import LoadedModel
 from tinsmith.engine.model.logit_rule import logit_rule
 from tinsmith.errors import Unsupported
 
@@ -32,7 +33,8 @@ PARAMETERS = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow
 
 
 def general(model_type: str) -> GeneralModel:
-    return choice.prepare(tiny_model(model_type), SimpleNamespace(eos_token_id=2), model_type, model_type)
+    tokenizer = SimpleNamespace(eos_token_id=2)
+    return choice.prepare(LoadedModel(tiny_model(model_type), tokenizer, model_type, model_type))
 
 
 def rows_of(base: GeneralModel) -> list[Tensor]:

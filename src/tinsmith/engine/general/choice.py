@@ -10,7 +10,6 @@ import gc
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,6 @@ from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.general import cache
 from tinsmith.engine.general.cache import CachedRows
 from tinsmith.engine.general.model import GeneralModel
-from tinsmith.engine.images.tower import VisionTower
 from tinsmith.engine.load_checks import LoadChecks
 from tinsmith.engine.lora import targets
 from tinsmith.engine.lora.linear import ActiveAdapters
@@ -55,7 +53,7 @@ def load(config: EngineConfig) -> BaseModel:
     """Load a model for the path that the settings name or, with `auto`, the fast path if it is supported."""
     loaded = loading.read(config)
     if config.path == "general":
-        return prepare(*loaded)
+        return prepare(loaded)
     fault = ""
     try:
         return _fast(loaded)
@@ -71,28 +69,22 @@ def load(config: EngineConfig) -> BaseModel:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    base = prepare(*loading.read(config))
+    base = prepare(loading.read(config))
     return replace(base, card=replace(base.card, general_path_fault=fault))
 
 
 def _fast(loaded: loading.LoadedModel) -> BaseModel:
-    base = loading.prepare(*loaded)
+    base = loading.prepare(loaded)
     cache_shape(base)  # raises for layers that differ in it
     return base
 
 
-def prepare(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    source: str,
-    tokenizer_source: str,
-    vision: VisionTower | None = None,
-    checks: LoadChecks | None = None,
-) -> GeneralModel:
+def prepare(loaded: loading.LoadedModel) -> GeneralModel:
     """Freeze and check a model. Raises Unsupported if transformers' own logits do not come out.
 
     A vision tower is dropped: padded rows take no images.
     """
+    model, tokenizer, source, tokenizer_source, _, checks = loaded
     model.eval().requires_grad_(False)
     precision.set_matmul_precision(model.dtype)
     model.set_attn_implementation("eager")

@@ -125,6 +125,7 @@ class KernelCall:
     """For `batched_attention`, which computes the call if this is given: additive [Q, M], for the last M keys."""
 
 
+@dataclass(frozen=True, slots=True)
 class AncestorKV:
     """Keys and values of the N ancestors of a tree's cuts, by layer, and gradients from the pieces that are done.
 
@@ -132,18 +133,12 @@ class AncestorKV:
     what is on no path to a piece that is left has had all of its gradient.
     """
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.grads: dict[int, tuple[Tensor, Tensor]] = {}
-        """float32 [1, Hkv, S, D] of each layer, of keys and values on the path of the piece that was computed last."""
-
-    def layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, Hkv, N, D] of the layer, for tensors like these."""
-        if layer not in self._layers:
-            key, value = (tensor.new_empty(1, tensor.shape[1], self._size, tensor.shape[3]) for tensor in (key, value))
-            self._layers[layer] = key, value
-        return self._layers[layer]
+    size: int
+    """N."""
+    tensors: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """[1, Hkv, N, D]."""
+    grads: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """float32 [1, Hkv, S, D], of keys and values on the path of the piece that was computed last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,32 +152,33 @@ class PieceKV:
 
     def layer(self, layer: int, key: Tensor, value: Tensor) -> PieceLayerKV:
         """The same of one layer, with its own keys and values."""
-        tensors, first = self.saved.layer(layer, key, value), self.piece.first_ancestor
+        first = self.piece.first_ancestor
+        if layer not in self.saved.tensors:
+            shapes = [(1, tensor.shape[1], self.saved.size, tensor.shape[3]) for tensor in (key, value)]
+            self.saved.tensors[layer] = key.new_empty(shapes[0]), value.new_empty(shapes[1])
         if self.saves:
-            for saved, own in zip(tensors, (key, value), strict=True):
+            for saved, own in zip(self.saved.tensors[layer], (key, value), strict=True):
                 saved[:, :, first : first + own.shape[2]] = own.detach()
-        return PieceLayerKV(self, layer, tensors)
+        return PieceLayerKV(self, layer)
 
 
 @dataclass(frozen=True, slots=True)
 class PieceLayerKV:
     """The keys and values of a layer before a piece."""
 
-    of_pass: PieceKV
+    before: PieceKV
     layer: int
-    tensors: tuple[Tensor, Tensor]
-    """Of all ancestors."""
 
     def joined(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """All that the piece sees: what is before it, then its own."""
-        path = torch.from_numpy(self.of_pass.piece.path)
-        keys, values = (tensor.index_select(2, path) for tensor in self.tensors)
+        path = torch.from_numpy(self.before.piece.path)
+        keys, values = (tensor.index_select(2, path) for tensor in self.before.saved.tensors[self.layer])
         return torch.cat([keys, key], 2), torch.cat([values, value], 2)
 
     def exchange(self, key_grad: Tensor, value_grad: Tensor) -> tuple[Tensor, Tensor]:
         """Given the float32 gradients of all that `joined` returned, keep those of what is before the piece, and return
         those of its own, both with what later pieces have kept for them."""
-        piece, grads = self.of_pass.piece, self.of_pass.saved.grads
+        piece, grads = self.before.piece, self.before.saved.grads
         past, ancestors = len(piece.path), torch.from_numpy(piece.ancestors)
         if self.layer in grads:
             for new, later in zip((key_grad, value_grad), grads[self.layer], strict=True):

@@ -48,7 +48,7 @@ at most one part in this many of the memory: products use two more copies of the
 
 
 class LoadedModel(NamedTuple):
-    """The arguments of `prepare`."""
+    """A model as it was read."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -61,7 +61,7 @@ class LoadedModel(NamedTuple):
 def load(config: EngineConfig) -> BaseModel:
     """Load the model for the fast path. Raises ConfigError if it cannot be loaded, Unsupported if it is not
     supported."""
-    return prepare(*read(config))
+    return prepare(read(config))
 
 
 def read(config: EngineConfig) -> LoadedModel:
@@ -121,15 +121,9 @@ def _one_tensor_at_a_time(scarce: bool) -> Iterator[None]:
             os.environ[name] = previous
 
 
-def prepare(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    source: str,
-    tokenizer_source: str,
-    vision: VisionTower | None = None,
-    checks: LoadChecks | None = None,
-) -> BaseModel:
+def prepare(loaded: LoadedModel) -> BaseModel:
     """Freeze and check a model with eager attention. Raises Unsupported if it is not supported."""
+    model, tokenizer, source, tokenizer_source, vision, checks = loaded
     model.eval().requires_grad_(False)
     precision.set_matmul_precision(model.dtype)
     support.check(source, model)

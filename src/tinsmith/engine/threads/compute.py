@@ -19,9 +19,6 @@ hardly anything there, and while it waits it takes a core from the other process
 def _pytorch_threads(threads: int) -> Iterator[None]:
     """Operators that the current thread calls within the context are divided among so many of PyTorch's threads."""
     before = torch.get_num_threads()
-    if threads == before:
-        yield
-        return
     torch.set_num_threads(threads)
     try:
         yield
@@ -44,8 +41,6 @@ class ComputeThreads:
     def __init__(self, at_once: int) -> None:
         self.at_once = at_once
         """Calls that run at the same time."""
-        self._share = max(1, torch.get_num_threads() // at_once)
-        """PyTorch's threads for a call beside others."""
         self._pool = ThreadPoolExecutor(at_once - 1, "compute") if at_once > 1 else None
 
     def run(self, calls: Sequence[Callable[[], None]]) -> None:
@@ -54,7 +49,7 @@ class ComputeThreads:
             for call in calls:
                 call()
             return
-        share = min(self._share, torch.get_num_threads())
+        share = max(1, torch.get_num_threads() // self.at_once)
         others = [self._pool.submit(_call_on, share, call) for call in calls[1:]]
         try:
             _call_on(share, calls[0])

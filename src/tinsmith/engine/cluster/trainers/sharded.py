@@ -179,7 +179,7 @@ def _probe(config: EngineConfig, settings: Any, folder: Path, tokenizer: Any, dt
     first = type(settings).from_dict(values)
     with load_errors(config.source):
         model = AutoModelForCausalLM.from_pretrained(folder, config=first, dtype=dtype, attn_implementation="eager")
-    base = loading.prepare(model, tokenizer, config.source, str(folder))
+    base = loading.prepare(loading.LoadedModel(model, tokenizer, config.source, str(folder)))
     linear.adapt(base)
     replaced = layers.replace_layers(base)
     if not replaced.float32_residual:

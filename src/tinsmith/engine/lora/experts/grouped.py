@@ -19,7 +19,7 @@ from typing_extensions import override
 from tinsmith.engine.lora import grouped_adapters
 from tinsmith.engine.lora.adapter import PlacedAdapter
 from tinsmith.engine.lora.experts.owners import TokenOwners, grouped_outer, grouped_product, owners_of
-from tinsmith.engine.lora.experts.pairs import ExpertPairs, sum_of_rows
+from tinsmith.engine.lora.experts.pairs import Activations, ExpertPairs, sum_of_rows
 from tinsmith.engine.lora.experts.stack import ExpertStack
 from tinsmith.engine.lora.experts.stacked import StackedAdapters, stacked_adapters
 from tinsmith.engine.lora.grouped_adapters import ALIGNMENT
@@ -100,21 +100,7 @@ def _sorted(index: Tensor, stack: ExpertStack, placed: Sequence[PlacedAdapter]) 
     return _Pairs(order, tokens, experts, by_token, expert_ends, group_ends, owners, kinds)
 
 
-@dataclass(frozen=True, slots=True)
-class _Activations:
-    """What the forward computes; all but `output` is for the backward."""
-
-    output: Tensor
-    """[T, D]."""
-    wide: Tensor
-    """[P, out]: the product before the gate, in the order of the pairs."""
-    narrow: list[Tensor]
-    """s A1 x and s A3 x of each kind of adapters [T, sites * rank]; of the pairs, if no matrix is shared."""
-    weighted: list[Tensor]
-    """s sum_e w_e A2_e h_e of each kind [T, rank]; s w_e A2_e h_e of the pairs, if no matrix is shared."""
-
-
-def _forward(hidden: Tensor, weights: Tensor, pairs: _Pairs, stack: ExpertStack) -> _Activations:
+def _forward(hidden: Tensor, weights: Tensor, pairs: _Pairs, stack: ExpertStack) -> Activations:
     rows = hidden.index_select(0, pairs.tokens)
     wide = pairs.by_expert(rows, stack.up_weights, stack.up_bias)
     narrow = [_add_up(wide, hidden, rows, pairs, adapters, stack) for adapters in pairs.kinds]
@@ -133,7 +119,7 @@ def _forward(hidden: Tensor, weights: Tensor, pairs: _Pairs, stack: ExpertStack)
         if not adapters.separate:
             weighted[number] = pairs.owners.scaled(pairs.sum_of_tokens(weighted[number]))
             output += pairs.owners.product(weighted[number], adapters.b(stack.down_name).mT)
-    return _Activations(output, wide, narrow, weighted)
+    return Activations(output, wide, narrow, weighted)
 
 
 def _add_up(

@@ -11,7 +11,6 @@ is shared.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
-from tinsmith.engine.lora.experts.pairs import AdapterPairs, ExpertPairs, sort_pairs
+from tinsmith.engine.lora.experts.pairs import Activations, AdapterPairs, ExpertPairs, sort_pairs
 from tinsmith.engine.lora.experts.separate import add_gradients, add_products, is_separate
 from tinsmith.engine.lora.experts.stack import ExpertStack
 
@@ -33,21 +32,7 @@ def outputs(
     return _forward(hidden, weights, sort_pairs(index, placed), stack).output
 
 
-@dataclass(frozen=True, slots=True)
-class _Activations:
-    """What the forward computes; all but `output` is for the backward."""
-
-    output: Tensor
-    """[T, D]."""
-    wide: Tensor
-    """[P, out]: the product before the gate, in the order of the pairs."""
-    narrow: list[Tensor]
-    """A1 x and A3 x of each adapter's tokens [n, sites * rank]; of its pairs, if no matrix is shared."""
-    weighted: list[Tensor]
-    """sum_e w_e A2_e h_e of each adapter's tokens [n, rank]; w_e A2_e h_e of its pairs, if no matrix is shared."""
-
-
-def _forward(hidden: Tensor, weights: Tensor, pairs: ExpertPairs, stack: ExpertStack) -> _Activations:
+def _forward(hidden: Tensor, weights: Tensor, pairs: ExpertPairs, stack: ExpertStack) -> Activations:
     rows = hidden.index_select(0, pairs.tokens)
     wide = _products(rows, stack.up_weight, pairs, stack.up_bias)
     narrow = [
@@ -73,7 +58,7 @@ def _forward(hidden: Tensor, weights: Tensor, pairs: ExpertPairs, stack: ExpertS
         pair = adapter.weights.pairs[stack.down_name]
         weighted.append(adapter.sum_of_tokens(adapter.product(scaled, pair.a.mT)))
         output[adapter.rows].addmm_(weighted[-1], pair.b[0].T, alpha=adapter.weights.scale)
-    return _Activations(output, wide, narrow, weighted)
+    return Activations(output, wide, narrow, weighted)
 
 
 def _add_up(wide: Tensor, hidden: Tensor, adapter: AdapterPairs, stack: ExpertStack) -> Tensor:

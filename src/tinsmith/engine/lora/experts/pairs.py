@@ -123,6 +123,24 @@ class ExpertPairs:
         return torch.promote_types(dtype, torch.float32)
 
 
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What the forward of a layer's experts computes; all but `output` is for the backward.
+
+    In `loops` the factors of adapters are by adapter, over its n tokens; in `grouped` they are by kind of adapters,
+    over all T tokens and times their s. Where the experts share no matrix they are those of the pairs.
+    """
+
+    output: Tensor
+    """[T, D]."""
+    wide: Tensor
+    """[P, out]: the product before the gate, in the order of the pairs."""
+    narrow: list[Tensor]
+    """A1 x and A3 x [n, sites * rank]."""
+    weighted: list[Tensor]
+    """sum_e w_e A2_e h_e [n, rank]; of a pair w_e A2_e h_e."""
+
+
 def sort_pairs(index: Tensor, placed: Sequence[PlacedAdapter]) -> ExpertPairs:
     """Expert ids [T, k] -> the sorted pairs, with those of each adapter, which are placed in the order of tokens."""
     owner = torch.zeros(len(index), dtype=torch.int64)
