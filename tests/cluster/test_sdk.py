@@ -10,9 +10,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +65,9 @@ def processes(url: str, key: str) -> list[dict[str, Any]]:
     return answer["base_models"][0]["processes"]
 
 
-def train(url: str, key: str, data: Path) -> Outcome:
-    """Train and sample; returns losses, samples and the files of the checkpoint."""
+def train(url: str, key: str, data: Path, meanwhile: Callable[[], None] = lambda: None) -> Outcome:
+    """Train and sample; returns losses, samples and the files of the checkpoint. `meanwhile` is called in each step
+    while its requests run."""
     service = tinker.ServiceClient(base_url=url, api_key=key)
     training = service.create_lora_training_client("toy", rank=4, seed=1).result(timeout=600)
     adam = types.AdamParams(learning_rate=1e-2)
@@ -75,6 +75,7 @@ def train(url: str, key: str, data: Path) -> Outcome:
     for step in range(STEPS):
         passed = training.forward_backward([datum(row) for row in ROWS], "cross_entropy")
         stepped = training.optim_step(adam)
+        meanwhile()
         losses.append(passed.result(timeout=600).metrics["loss:sum"])
         stepped.result(timeout=600)
         if step % 4 == 3:
@@ -98,42 +99,32 @@ def datum(row: list[int]) -> types.Datum:
 
 
 class Killer:
-    """Kills each process of a service once, one after another, while it is used."""
+    """Kills each process of a service once, one with each call."""
 
-    def __init__(self, url: str, key: str, pause_s: float) -> None:
-        self._url, self._key, self._pause_s = url, key, pause_s
+    def __init__(self, url: str, key: str) -> None:
+        self._url, self._key = url, key
+        self._left = [each["name"] for each in processes(url, key)]
         self.killed: list[str] = []
-        self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> Killer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ending.set()
-        self._thread.join(60)
-
-    def _run(self) -> None:
-        names = [each["name"] for each in processes(self._url, self._key)]
-        for name in names:
-            if self._ending.wait(self._pause_s):
-                return
-            pid = 0
-            while not pid and not self._ending.is_set():
-                time.sleep(0.1)
-                pid = next(each["pid"] for each in processes(self._url, self._key) if each["name"] == name)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-                self.killed.append(name)
+    def __call__(self) -> None:
+        if not self._left:
+            return
+        name = self._left.pop(0)
+        pid = 0
+        while not pid:  # it may have to start again with the one that was killed before
+            time.sleep(0.1)
+            pid = next(each["pid"] for each in processes(self._url, self._key) if each["name"] == name)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            self.killed.append(name)
 
 
 def test_each_process_is_killed_on_this_machine(quiet: Outcome, tiny_llama: Path, tmp_path: Path) -> None:
     with served(tmp_path, tiny_llama, ClusterConfig(trainers=2, samplers=2)) as service:
         url, key, _ = service
-        with Killer(url, key, 1.5) as killer:
-            outcome = train(*service)
-            assert killer.killed[:2] == ["trainer-0", "trainer-1"]
+        killer = Killer(url, key)
+        outcome = train(*service, meanwhile=killer)
+        assert killer.killed[:2] == ["trainer-0", "trainer-1"]
         command = [sys.executable, "-m", "tinsmith", "status", "--url", url, "--key", key]
         table = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
         assert [line.split()[:3] for line in table[1:3]] == [["toy", "trainer-0", "up"], ["toy", "trainer-1", "up"]]
@@ -148,7 +139,7 @@ def test_each_process_is_killed_on_ray(
     with served(tmp_path, tiny_llama, cluster) as service:
         url, key, _ = service
         assert len({each["machine"] for each in processes(url, key)}) == 2
-        with Killer(url, key, 2.0) as killer:
-            outcome = train(*service)
-            assert killer.killed[:2] == ["trainer-0", "trainer-1"]
+        killer = Killer(url, key)
+        outcome = train(*service, meanwhile=killer)
+        assert killer.killed[:2] == ["trainer-0", "trainer-1"]
     assert outcome == quiet

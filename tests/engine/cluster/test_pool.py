@@ -209,6 +209,24 @@ async def test_new_process_of_a_place_is_given_versions_again(tmp_path: Path) ->
 
 
 @in_loop
+async def test_request_gives_no_folder_to_a_replica_that_starts_blind(tmp_path: Path) -> None:
+    pool, slots, trainer = await pool_of(1)
+    await trainer.save("m", tmp_path / "v", optimizer=False)
+    await pool.attach("v", tmp_path / "v")
+    slots.may_start.clear()
+    slots[0].die()
+    await _settle()
+    waiting = asyncio.create_task(pool.sample(request_of(1, version="v")))
+    await _settle()
+    pool._transfer.through_store = True  # as the start on another machine does
+    slots.may_start.set()
+    with pytest.raises(Gone):  # the service attaches it again
+        await waiting
+    assert slots[0].calls == []
+    await pool.close()
+
+
+@in_loop
 async def test_cancelled_request_is_cancelled_on_its_replica() -> None:
     pool, slots, _ = await pool_of(1)
     slots[0].gate.clear()

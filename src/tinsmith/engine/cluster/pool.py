@@ -290,6 +290,8 @@ class SamplerPool:
                 record, saved = await self._published(request.version)
                 routed = replace(request, version=record.name)
             process = await self._choose(routed)
+            if saved is not None and not self._transfer.can_read(saved):
+                continue  # a replica has started meanwhile on a machine that does not see the folder
             try:
                 return await process.sample(routed, saved, sent.on_delta)
             except EngineDied as death:
