@@ -108,18 +108,14 @@ def test_trained_logprobs_and_gradients_match_oracle(
         gaps = np.abs(actual - wanted.numpy())
         assert gaps.mean() < 1e-5
         assert gaps.max() < 1e-4
-    gradients = gradients_of(engine, "trained")
-    # The oracle's own are up to 6e-4 apart between float64 and float32: most of the body's are nearer to float32, whose
-    # rounding is alike, and the head's to float64, because PyTorch's softmax rounds more than the engine's.
-    oracles = [Reference(smollm2, tmp_path / "saved", dtype) for dtype in (torch.float64, torch.float32)]
-    for oracle in oracles:
+    # The oracle's gradients of the body are up to 6e-4 apart between float32 and float64, so the engine's are compared
+    # with those in float32. Of the head, those in float32 are 1.2e-4 from float64, and the engine's 4e-5 at most.
+    wanted = dict[str, np.ndarray]()
+    for dtype, part in ((torch.float32, "layers"), (torch.float64, "lm_head")):
+        oracle = Reference(smollm2, tmp_path / "saved", dtype)
         oracle.backward(to_learn)
-    candidates = [oracle.gradients() for oracle in oracles]
-    nearest = {
-        name: min((wanted[name] for wanted in candidates), key=lambda wanted: float(np.linalg.norm(actual - wanted)))
-        for name, actual in gradients.items()
-    }
-    assert_same(gradients, nearest)
+        wanted |= {name: gradient for name, gradient in oracle.gradients().items() if f".{part}." in name}
+    assert_same(gradients_of(engine, "trained"), wanted)
 
 
 @pytest.mark.parametrize(("dtype", "mean", "most"), [("float32", 1e-5, 1e-4), ("bfloat16", 0.08, 1.5)])

@@ -127,10 +127,10 @@ class KernelCall:
 
 @dataclass(frozen=True, slots=True)
 class AncestorKV:
-    """Keys and values of the N ancestors of a tree's cuts, by layer, and gradients from the pieces that are done.
+    """Keys and values of the N ancestors of a tree's cuts, by layer, and their gradients from later pieces.
 
-    These are gradients of what the last of them saw before it, because pieces are computed from the last to the first:
-    what is on no path to a piece that is left has had all of its gradient.
+    Pieces are computed from the last to the first. Once one is computed, only the ancestors on its path have a gradient
+    that is still to be used, so only these gradients are kept.
     """
 
     size: int

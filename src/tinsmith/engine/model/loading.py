@@ -67,7 +67,7 @@ def load(config: EngineConfig) -> BaseModel:
 def read(config: EngineConfig) -> LoadedModel:
     """Read a model's files. Raises ConfigError."""
     device = device_of(config.device)
-    if has_loops(device, likely := dtype_of(config.dtype, device)):
+    if config.path != "general" and has_loops(device, likely := dtype_of(config.dtype, device)):
         compile_ahead(likely)  # while files are fetched, converted and read
     located = locate(config.source)
     if not sys.stderr.isatty():  # progress bars clutter a log

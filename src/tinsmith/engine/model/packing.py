@@ -259,15 +259,15 @@ def cut(tree: PackedTree, budget: int) -> CutTree | None:
     if len(tree.tokens) <= (LONG_ROW * budget if len(tree.chunks) == 1 else budget):
         return None
     bounds = [0, *_cuts(tree.positions, budget), len(tree.tokens)]
+    paths = [_path(tree, start) for start in bounds[:-1]]
     is_ancestor = np.zeros(len(tree.tokens), bool)
-    for at in bounds[1:-1]:
-        is_ancestor[_path(tree, at)] = True
+    is_ancestor[np.concatenate(paths)] = True
     ranks = np.cumsum(is_ancestor) - is_ancestor
     forward: list[Piece] = []
     pieces: list[Piece] = []
-    for start, stop in pairwise(bounds):
-        own, path = np.arange(start, stop), _path(tree, start)
-        ancestors, first = np.flatnonzero(is_ancestor[start:stop]), int(ranks[start])
+    for path, (start, stop) in zip(paths, pairwise(bounds), strict=True):
+        own, first = np.arange(start, stop), int(ranks[start])
+        ancestors = np.flatnonzero(is_ancestor[start:stop])
         piece = Piece(tree=_part(tree, path, own), own=own, path=ranks[path], ancestors=ancestors, first_ancestor=first)
         pieces.append(piece)
         if ancestors.size:

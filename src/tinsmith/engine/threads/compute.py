@@ -17,7 +17,7 @@ hardly anything there, and while it waits it takes a core from the other process
 
 @contextmanager
 def _pytorch_threads(threads: int) -> Iterator[None]:
-    """Operators that the current thread calls within the context are divided among so many of PyTorch's threads."""
+    """Within the context, operators that the current thread calls are computed by this many of PyTorch's threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -27,7 +27,8 @@ def _pytorch_threads(threads: int) -> Iterator[None]:
 
 
 def threads_for(work: int) -> AbstractContextManager[None]:
-    """Context of a pass with so many positions times parameters, in the current thread."""
+    """Context in which a pass is computed: with one of PyTorch's threads if its work, positions times parameters, is
+    small, else with all."""
     return _pytorch_threads(1) if work < SMALL_WORK else nullcontext()
 
 
@@ -49,15 +50,10 @@ class ComputeThreads:
             for call in calls:
                 call()
             return
-        share = max(1, torch.get_num_threads() // self.at_once)
-        others = [self._pool.submit(_call_on, share, call) for call in calls[1:]]
+        share = _pytorch_threads(max(1, torch.get_num_threads() // self.at_once))
+        others = [self._pool.submit(share(call)) for call in calls[1:]]
         try:
-            _call_on(share, calls[0])
+            share(calls[0])()
         finally:
             for other in others:
                 other.result()
-
-
-def _call_on(threads: int, call: Callable[[], None]) -> None:
-    with _pytorch_threads(threads):
-        call()
