@@ -187,18 +187,18 @@ def take_rows(
     have to be computed again in the next micro-batch. So a prompt that is longer than the budget is shared too. Where
     rows are left over, the last ones taken are put back if the next micro-batch then repeats less: rather than a prompt
     with one of its answers, the whole group comes in the next. With `whole_trees`, an empty micro-batch takes all rows
-    that share MIN_SHARED of the budget with the one before them, however many these are.
+    that share MIN_SHARED of the budget with the one before them, up to the first that does not, however many these are.
     """
     taken: list[PackedRow] = []
     ends: list[tuple[int, int]] = []
     """(tokens used, prefix shared with the next row) after each row."""
-    before = used
+    before, one_tree = used, whole_trees and not used
     while rows:
         shared = _common_prefix(taken[-1], rows[0]) if taken else 0
         if taken:
             ends.append((used, shared))
-        goes_on = whole_trees and not before and shared >= MIN_SHARED * budget and not rows[0].images
-        if used and not goes_on and used + len(rows[0].tokens) - shared > budget + shared:
+            one_tree = one_tree and shared >= MIN_SHARED * budget and not rows[0].images
+        if used and not one_tree and used + len(rows[0].tokens) - shared > budget + shared:
             break
         used += len(rows[0].tokens) - shared
         taken.append(rows.popleft())

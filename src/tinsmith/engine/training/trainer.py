@@ -237,7 +237,8 @@ class TorchTrainer:
             apart = alone or len(shares) > 1 or len(parts) > 1
             for part in parts:
                 group = object() if apart else None
-                runs.append(TrainingRun(passes, model.shard(index), self._losses, group, part.rows, part.budgets))
+                shard = model.shard(index)
+                runs.append(TrainingRun(passes, shard, self._losses, group, part.rows, part.budgets, part.sizes))
         return Job(runs)
 
     async def _shadow(self, request: Pass) -> PassResult | TinsmithError:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Protocol
 
 import numpy as np
@@ -54,9 +55,11 @@ class TrainingRun:
         packing_group: object = None,
         share: RunRows | None = None,
         budgets: Mapping[bool, int] | None = None,
+        sizes: Mapping[bool, Sequence[int]] | None = None,
     ) -> None:
         """`losses` evaluates uploaded losses; `share` is the part of the rows to compute, by default all. `budgets` are
-        packed tokens of a micro-batch of rows with a gradient and of those without."""
+        packed tokens of a micro-batch of rows with a gradient and of those without, `sizes` the numbers of rows of all
+        their micro-batches, where these are planned."""
         self.share = passes[0].share if passes else ""
         self.packing_group = packing_group
         """Only runs of the same group share micro-batches."""
@@ -64,11 +67,15 @@ class TrainingRun:
         """Why the run has failed. Another run of its micro-batch may be the cause."""
         self._share = share or RunRows.of(passes)
         self._items = self._share.items
-        self._rows = {with_grad: deque(rows) for with_grad, rows in self._share.rows.items()}
+        self._rows = {
+            with_grad: deque(_split(rows, (sizes or {}).get(with_grad) or [len(rows)]))
+            for with_grad, rows in self._share.rows.items()
+        }
+        """The rows of each planned micro-batch; all of them in one where none is planned."""
         self._passes = [PassState(request, losses) for request in passes]
         self._model = model
         self._budgets = budgets or {}
-        self._buffer = model.gradient_buffer() if self._rows[True] else None
+        self._buffer = model.gradient_buffer() if self.next_has_grad else None
         self._is_checked = False
         """Whether the gradient is known to be finite or the run has failed."""
 
@@ -80,7 +87,7 @@ class TrainingRun:
     @property
     def next_has_grad(self) -> bool:
         """Whether the next rows have a gradient: these come first."""
-        return bool(self._rows[True])
+        return any(self._rows[True])
 
     @property
     def budget(self) -> int | None:
@@ -89,13 +96,17 @@ class TrainingRun:
 
     @property
     def next_rows(self) -> deque[packing.PackedRow]:
-        """The rows to compute next, sorted for packing. A row's key is its index among the run's data."""
-        return self._rows[self.next_has_grad]
+        """The rows of which the next micro-batch is taken, sorted for packing. A row's key is its index among the run's
+        data."""
+        planned = self._rows[self.next_has_grad]
+        while len(planned) > 1 and not planned[0]:
+            planned.popleft()
+        return planned[0]
 
     def take_all(self, with_grad: bool) -> deque[packing.PackedRow]:
         """Take all rows with a gradient, or all without, to compute them."""
-        rows, self._rows[with_grad] = self._rows[with_grad], deque()
-        return rows
+        rows, self._rows[with_grad] = self._rows[with_grad], deque([deque()])
+        return deque(chain(*rows))
 
     @property
     def weights(self) -> adapter.AdapterWeights:
@@ -168,6 +179,11 @@ class TrainingRun:
         """Leave the model as it was before the run."""
         if self._buffer is not None:
             self._model.discard(self._buffer)
+
+
+def _split(rows: Sequence[packing.PackedRow], sizes: Sequence[int]) -> Iterator[deque[packing.PackedRow]]:
+    left = iter(rows)
+    return (deque(islice(left, size)) for size in sizes)
 
 
 def check_gradients(runs: Sequence[TrainingRun]) -> None:

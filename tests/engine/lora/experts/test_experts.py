@@ -10,7 +10,9 @@ from torch import Tensor
 
 from tests.engine.lora.experts.stacks import HIDDEN, adapter_of, routing_of, stack_of, using
 from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
+from tinsmith.engine.lora.experts import loops, pairs
 from tinsmith.engine.lora.experts.install import expert_outputs
+from tinsmith.engine.lora.experts.pairs import padded_count, sort_pairs
 from tinsmith.engine.lora.experts.stack import ExpertStack
 from tinsmith.engine.model.support import is_expert_stack
 
@@ -106,6 +108,44 @@ def _run(
     assert leaf.grad is not None
     grads = [tensor for pair in first.gradients.values() for tensor in (pair.a, pair.b)]
     return [output.detach(), output[start:stop].detach(), leaf.grad[start:stop], *grads]
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_padded_pairs_change_nothing(separate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here each group is filled up to a multiple of 4, so that most have padding."""
+    stack = stack_of("gpt_oss", 7)
+    index, weights = routing_of(40, 7, 3)
+    hidden = torch.randn(40, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    results = []
+    for pads in (False, True):
+        monkeypatch.setattr(loops, "_sorted", lambda _, index, placed, pads=pads: sort_pairs(index, placed, pads=pads))
+        monkeypatch.setattr(pairs, "padded_count", lambda count: -(-count // 4) * 4)
+        adapters = [adapter_of(stack, rank, rank, separate=separate) for rank in (4, 9)]
+        results.append(_run(stack, hidden, index, weights, [(adapters[0], 0, 13), (adapters[1], 15, 40)]))
+    for plain, padded in zip(*results, strict=True):
+        torch.testing.assert_close(padded, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_few_numbers_of_rows_are_multiplied() -> None:
+    assert [padded_count(count) for count in (1, 8, 15, 17, 31, 33, 100, 129, 1000)] == [
+        *(1, 8, 15, 18, 32, 36, 104, 144, 1024),
+    ]
+    index, _ = routing_of(2000, 7, 3)
+    for _, start, stop in sort_pairs(index, [], pads=True).experts:
+        assert padded_count(stop - start) == stop - start
+
+
+def test_bfloat16_products_on_a_cpu_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the rounding of bfloat16 they are the products of the pairs alone."""
+    stack = stack_of("qwen3_moe", 3, torch.bfloat16)
+    index, weights = routing_of(101, 3, 2)
+    hidden = torch.randn(101, HIDDEN, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+    counts = list[int]()
+    monkeypatch.setattr(pairs, "padded_count", lambda count: counts.append(count) or padded_count(count))
+    output = expert_outputs(stack.module, hidden, index, weights.to(torch.bfloat16))
+    assert sum(counts) == 202
+    expected = _merged(stack, hidden, index, weights.to(torch.bfloat16), None)
+    torch.testing.assert_close(output, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_experts_outside_the_interface_are_left_alone() -> None:

@@ -22,7 +22,7 @@ from tinsmith.engine.build import build
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.model.packing import PackedRow, packed_tokens, sorted_for_packing
 from tinsmith.engine.threads.compute import SMALL_WORK, ComputeThreads, threads_for
-from tinsmith.engine.training.micro_batches.plan import MAX_EXCESS, MAX_SHARE, thread_shares
+from tinsmith.engine.training.micro_batches.plan import MAX_EXCESS, thread_shares
 from tinsmith.engine.training.run_rows import RunRows
 from tinsmith.errors import BadRequest
 from tinsmith.routed_experts import to_words
@@ -236,12 +236,27 @@ def test_every_row_is_in_one_share(drawn: list[tuple[int, int, bool]], count: in
     shares = thread_shares(whole, count, budget)
     assert 1 <= len(shares) <= count
     for with_grad, some in whole.rows.items():
-        assert [row for share in shares for row in share.rows.rows[with_grad]] == list(some), "in order"
+        of_shares = [share.rows.rows[with_grad] for share in shares]
+        assert sorted(row.key for own in of_shares for row in own) == sorted(row.key for row in some)
         assert all(budget / 2 <= share.budgets[with_grad] <= MAX_EXCESS * budget for share in shares)
-        tokens = [packed_tokens(share.rows.rows[with_grad]) for share in shares]
-        if sum(map(bool, tokens)) > 1:
-            assert max(tokens) <= MAX_SHARE * packed_tokens(some)
+        if sum(map(bool, of_shares)) > 1:
             assert packed_tokens(some) > budget
+            sizes = [share.sizes[with_grad] for share in shares]
+            assert [sum(own) for own in sizes] == [len(own) for own in of_shares]
+
+
+def test_largest_micro_batches_are_computed_together() -> None:
+    """Groups of 8, 5, 9 and 6 rows with a prompt each stay whole, the two largest in the first round."""
+    prompts, rows = {2: 8, 3: 5, 4: 9, 5: 6}, list[PackedRow]()
+    for prompt, answers in prompts.items():
+        for number in range(answers):
+            tokens = np.array([*[prompt] * 40, *[100 + number] * 10], np.int32)
+            rows.append(PackedRow(key=len(rows), adapter=0, tokens=tokens))
+    whole = RunRows([], {True: sorted_for_packing(rows), False: []})
+    shares = thread_shares(whole, 2, 130)
+    assert [share.sizes[True] for share in shares] == [[9, 6], [8, 5]]
+    firsts = [int(share.rows.rows[True][0].tokens[0]) for share in shares]
+    assert firsts == [4, 2]
 
 
 def test_rows_that_fit_leave_room_for_others() -> None:

@@ -29,7 +29,13 @@ def outputs(
     """Weighted sums of the chosen experts' outputs: hidden [T, D], weights and expert ids [T, k] -> [T, D]."""
     if torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad):
         return _ExpertOutputs.apply(hidden, weights, index, stack, placed)  # type: ignore[no-any-return]
-    return _forward(hidden, weights, sort_pairs(index, placed), stack).output
+    return _forward(hidden, weights, _sorted(hidden, index, placed), stack).output
+
+
+def _sorted(hidden: Tensor, index: Tensor, placed: Sequence[PlacedAdapter]) -> ExpertPairs:
+    """The pairs, padded where oneDNN multiplies."""
+    pads = hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16
+    return sort_pairs(index, placed, pads=pads)
 
 
 def _forward(hidden: Tensor, weights: Tensor, pairs: ExpertPairs, stack: ExpertStack) -> Activations:
@@ -41,7 +47,7 @@ def _forward(hidden: Tensor, weights: Tensor, pairs: ExpertPairs, stack: ExpertS
         else _add_up(wide, hidden, adapter, stack)
         for adapter in pairs.adapters
     ]
-    flat, weighted = weights.flatten()[pairs.order], []
+    flat, weighted = pairs.sorted(weights), []
     # h times its weight before the product, which it is smaller than: the products of a token are then only added up.
     scaled = (stack.activate(wide) * flat[:, None]).to(hidden.dtype)
     products = _products(scaled, stack.down_weight, pairs, stack.down_bias, flat)
@@ -122,7 +128,7 @@ class _ExpertOutputs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weights: Tensor, index: Tensor, stack: ExpertStack, placed: Sequence[PlacedAdapter]
     ) -> Tensor:
-        pairs = sort_pairs(index, placed)
+        pairs = _sorted(hidden, index, placed)
         result = _forward(hidden, weights, pairs, stack)
         ctx.save_for_backward(hidden, weights, result.wide, *result.narrow, *result.weighted)
         ctx.pairs, ctx.stack = pairs, stack
@@ -133,7 +139,7 @@ class _ExpertOutputs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         (hidden, weights, wide, *saved), pairs, stack = ctx.saved_tensors, ctx.pairs, ctx.stack
         narrow, weighted = saved[: len(pairs.adapters)], saved[len(pairs.adapters) :]
-        grad, flat = grads[0], weights.flatten()[pairs.order]
+        grad, flat = grads[0], pairs.sorted(weights)
         with torch.enable_grad():
             leaf = wide.detach().requires_grad_()
             live = stack.activate(leaf)

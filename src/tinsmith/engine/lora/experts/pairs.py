@@ -2,14 +2,22 @@
 
 The order is by expert, then by the adapter's place in the pass, then by token. A frozen product needs the pairs of an
 expert, an adapter's product the pairs of an expert and an adapter: both are contiguous.
+
+oneDNN compiles a product for each number of rows, which takes longer than a product of a few hundred rows, and keeps
+the last 1,024. Routers give each expert another number of tokens, in each layer and pass. So where oneDNN multiplies,
+the pairs of an expert and an adapter are filled up to one of eight numbers between two powers of two (`padded_counts`)
+with copies of the last pair, whose weight is 0: nothing that is computed of them is read, and to the sums over pairs
+they add 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +28,8 @@ MIN_GROUP_ROWS = 2
 
 Run = tuple[int, int, int]
 """An expert and its pairs, from start to stop."""
+Group = tuple[int, int, int, int]
+"""An expert, the adapter's number, and their pairs, from start to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +39,7 @@ class AdapterPairs:
     weights: AdapterWeights
     rows: slice
     positions: Tensor
-    """int64 [P']: the adapter's pairs among all pairs."""
+    """int64 [P']: the adapter's pairs among all pairs, with their padding."""
     local: Tensor
     """int64 [P']: the token of each, counted from the adapter's first."""
     experts: Tensor
@@ -95,10 +105,14 @@ class AdapterPairs:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPairs:
-    """The P = T k pairs of a pass in one layer."""
+    """The P pairs of a pass in one layer: T k, and their padding."""
 
     order: Tensor
     """int64 [P]: each pair's index in the flattened [T, k]."""
+    is_padding: Tensor | None
+    """bool [P]; None if no pair is."""
+    places: Tensor
+    """int64 [T k]: where each pair of the flattened [T, k] is."""
     tokens: Tensor
     """int64 [P]."""
     sorted_experts: Tensor
@@ -113,9 +127,14 @@ class ExpertPairs:
         """Sums over the experts of each token: [P, D] -> [T, D]."""
         return sum_of_rows(rows, self.by_token)
 
+    def sorted(self, weights: Tensor) -> Tensor:
+        """Weights of experts [T, k] -> [P] in the order of the pairs, 0 for padding."""
+        values = weights.flatten()[self.order]
+        return values if self.is_padding is None else values.masked_fill_(self.is_padding, 0)
+
     def unsorted(self, values: Tensor) -> Tensor:
         """[P] in the order of the pairs -> [T, k]."""
-        return torch.empty_like(values).index_copy_(0, self.order, values).view(self.by_token.shape)
+        return values[self.places].view(self.by_token.shape)
 
     @staticmethod
     def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -141,46 +160,86 @@ class Activations:
     """sum_e w_e A2_e h_e [n, rank]; of a pair w_e A2_e h_e."""
 
 
-def sort_pairs(index: Tensor, placed: Sequence[PlacedAdapter]) -> ExpertPairs:
-    """Expert ids [T, k] -> the sorted pairs, with those of each adapter, which are placed in the order of tokens."""
+def sort_pairs(index: Tensor, placed: Sequence[PlacedAdapter], *, pads: bool = False) -> ExpertPairs:
+    """Expert ids [T, k] -> the sorted pairs, with those of each adapter, which are placed in the order of tokens.
+
+    `pads`: fill up the pairs of each expert and adapter to a number that many have.
+    """
     owner = torch.zeros(len(index), dtype=torch.int64)
     for number, (_, start, stop) in enumerate(placed, 1):
         owner[start:stop] = number
     owners = len(placed) + 1
     keys, order = (index * owners + owner.to(index.device)[:, None]).flatten().sort(stable=True)
+    unique, sizes = (values.tolist() for values in torch.unique_consecutive(keys, return_counts=True))
+    counts = [padded_count(size) for size in sizes] if pads else sizes
+    places, is_padding = torch.empty_like(order), None
+    if counts == sizes:
+        places[order] = torch.arange(len(order), device=index.device)
+    else:
+        pair_of_row, padding = _padded_rows(np.array(sizes), np.array(counts))
+        places[order] = torch.from_numpy(np.flatnonzero(~padding)).to(index.device)
+        rows, is_padding = (torch.from_numpy(each).to(index.device) for each in (pair_of_row, padding))
+        keys, order = keys[rows], order[rows]
+    groups = [
+        (key // owners, key % owners, stop - count, stop)
+        for key, count, stop in zip(unique, counts, accumulate(counts), strict=True)
+    ]
     tokens, experts = order // index.shape[1], keys // owners
-    groups, counts = (values.tolist() for values in torch.unique_consecutive(keys, return_counts=True))
-    starts = [0, *accumulate(counts)]
-    runs: list[Run] = []
-    for key, start, count in zip(groups, starts, counts, strict=False):
-        if runs and runs[-1][0] == key // owners:
-            runs[-1] = (runs[-1][0], runs[-1][1], start + count)
-        else:
-            runs.append((key // owners, start, start + count))
-    by_token = tokens.argsort(stable=True).view(index.shape)
-    pairs = ExpertPairs(order, tokens, experts, by_token, tuple(runs), ())
-    if not placed:
-        return pairs
-    of_owner: list[list[tuple[int, int, int, int]]] = [[] for _ in range(owners)]
-    taken = [0] * owners
-    for key, start, count in zip(groups, starts, counts, strict=False):
-        number = key % owners
-        of_owner[number].append((key // owners, start, start + count, taken[number]))
-        taken[number] += count
-    split = (keys % owners).argsort(stable=True).split(taken)
-    adapters = []
+    by_token = places.view(index.shape).sort(dim=1).values
+    runs = tuple(_expert_runs(groups))
+    adapters = tuple(_adapter_pairs(placed, groups, keys % owners, tokens, experts, by_token)) if placed else ()
+    return ExpertPairs(order, is_padding, places, tokens, experts, by_token, runs, adapters)
+
+
+def padded_count(count: int) -> int:
+    """The next number whose last bits after the first four are 0: up to an eighth more."""
+    step = 1 << max(0, count.bit_length() - 4)
+    return -(-count // step) * step
+
+
+def _padded_rows(sizes: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The sorted pair of each row, int64 [P], and which rows are padding, bool [P], of groups with these numbers of
+    pairs and of rows."""
+    row_of_group = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    last = np.repeat(sizes - 1, counts)
+    firsts = np.repeat(np.cumsum(sizes) - sizes, counts)
+    return firsts + np.minimum(row_of_group, last), row_of_group > last
+
+
+def _expert_runs(groups: Sequence[Group]) -> Iterator[Run]:
+    """Neighbouring groups of one expert as one run."""
+    for expert, of_expert in groupby(groups, key=itemgetter(0)):
+        bounds = [(start, stop) for _, _, start, stop in of_expert]
+        yield expert, bounds[0][0], bounds[-1][1]
+
+
+def _adapter_pairs(
+    placed: Sequence[PlacedAdapter],
+    groups: Sequence[Group],
+    owners: Tensor,
+    tokens: Tensor,
+    experts: Tensor,
+    by_token: Tensor,
+) -> Iterator[AdapterPairs]:
+    """The pairs of each adapter; owners, tokens and experts [P] are those of all pairs."""
+    runs: list[list[tuple[int, int, int, int]]] = [[] for _ in range(len(placed) + 1)]
+    taken = [0] * len(runs)
+    for expert, owner, start, stop in groups:
+        runs[owner].append((expert, start, stop, taken[owner]))
+        taken[owner] += stop - start
+    of_owner = owners.argsort(stable=True).split(taken)
     for number, (weights, start, stop) in enumerate(placed, 1):
-        positions = split[number]
-        local = tokens[positions] - start
-        pairs_of_token = local.argsort(stable=True).view(stop - start, index.shape[1])
-        own = tuple(of_owner[number])
-        run_experts = torch.tensor([expert for expert, *_ in own], dtype=torch.int64, device=index.device)
-        adapters.append(
-            AdapterPairs(
-                weights, slice(start, stop), positions, local, experts[positions], own, pairs_of_token, run_experts
-            )
+        positions, own = of_owner[number], tuple(runs[number])
+        yield AdapterPairs(
+            weights=weights,
+            rows=slice(start, stop),
+            positions=positions,
+            local=tokens[positions] - start,
+            experts=experts[positions],
+            runs=own,
+            by_token=torch.searchsorted(positions, by_token[start:stop]),
+            run_experts=torch.tensor([expert for expert, *_ in own], dtype=torch.int64, device=tokens.device),
         )
-    return ExpertPairs(order, tokens, experts, by_token, tuple(runs), tuple(adapters))
 
 
 def sum_of_rows(rows: Tensor, by_token: Tensor) -> Tensor:
