@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -110,18 +111,35 @@ def _run(
     return [output.detach(), output[start:stop].detach(), leaf.grad[start:stop], *grads]
 
 
+SPANS = {"two adapters, each group a multiple of 4": [(0, 13), (15, 40)], "one adapter, all experts alike": [(0, 40)]}
+
+
 @pytest.mark.parametrize("separate", [False, True])
-def test_padded_pairs_change_nothing(separate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here each group is filled up to a multiple of 4, so that most have padding."""
-    stack = stack_of("gpt_oss", 7)
-    index, weights = routing_of(40, 7, 3)
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe"])
+def test_padded_pairs_change_nothing(
+    kind: str, spans: list[tuple[int, int]], separate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the experts has no pair."""
+    stack = stack_of(kind, 7)
+    index, weights = routing_of(40, 7, 3, 1)
     hidden = torch.randn(40, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    results = []
+    monkeypatch.setattr(pairs, "padded_count", lambda count: -(-count // 4) * 4)
+    results, blocks = [], []
     for pads in (False, True):
-        monkeypatch.setattr(loops, "_sorted", lambda _, index, placed, pads=pads: sort_pairs(index, placed, pads=pads))
-        monkeypatch.setattr(pairs, "padded_count", lambda count: -(-count // 4) * 4)
-        adapters = [adapter_of(stack, rank, rank, separate=separate) for rank in (4, 9)]
-        results.append(_run(stack, hidden, index, weights, [(adapters[0], 0, 13), (adapters[1], 15, 40)]))
+
+        def sort(
+            _: Tensor, index: Tensor, stack: ExpertStack, placed: Sequence[PlacedAdapter], pads: bool = pads
+        ) -> Any:
+            result = sort_pairs(index, placed, experts=stack.count if pads else 0, pads=pads)
+            blocks.append(result.block)
+            return result
+
+        monkeypatch.setattr(loops, "_sorted", sort)
+        adapters = [adapter_of(stack, 4 + number, number, separate=separate) for number in range(len(spans))]
+        placed = [(adapter, *span) for adapter, span in zip(adapters, spans, strict=True)]
+        results.append(_run(stack, hidden, index, weights, placed))
+    assert [block > 0 for block in blocks] == [False, len(spans) == 1]
     for plain, padded in zip(*results, strict=True):
         torch.testing.assert_close(padded, plain, rtol=1e-12, atol=1e-12)
 

@@ -57,7 +57,7 @@ def install(model: PreTrainedModel, active: Placement) -> list[ExpertStack]:
 def _check(stacks: Sequence[ExpertStack]) -> None:
     """Raises Unsupported unless the first stack of each class computes what the class itself does."""
     for stack in {type(stack.module): stack for stack in reversed(stacks)}.values():
-        draw, weight = torch.Generator().manual_seed(0), stack.down_weight(0)
+        draw, weight = torch.Generator().manual_seed(0), stack.down_weights[0]
         hidden = torch.randn(4, stack.hidden, generator=draw).to(weight)
         index = torch.arange(8, device=weight.device).remainder(stack.count).view(4, 2)
         weights = torch.rand(4, 2, generator=draw).to(weight)

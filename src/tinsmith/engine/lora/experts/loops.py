@@ -10,7 +10,7 @@ is shared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
-from tinsmith.engine.lora.experts.pairs import Activations, AdapterPairs, ExpertPairs, sort_pairs
+from tinsmith.engine.lora.experts.pairs import Activations, AdapterPairs, ExpertPairs, blocks_of, sort_pairs
 from tinsmith.engine.lora.experts.separate import add_gradients, add_products, is_separate
 from tinsmith.engine.lora.experts.stack import ExpertStack
 
@@ -29,18 +29,18 @@ def outputs(
     """Weighted sums of the chosen experts' outputs: hidden [T, D], weights and expert ids [T, k] -> [T, D]."""
     if torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad):
         return _ExpertOutputs.apply(hidden, weights, index, stack, placed)  # type: ignore[no-any-return]
-    return _forward(hidden, weights, _sorted(hidden, index, placed), stack).output
+    return _forward(hidden, weights, _sorted(hidden, index, stack, placed), stack).output
 
 
-def _sorted(hidden: Tensor, index: Tensor, placed: Sequence[PlacedAdapter]) -> ExpertPairs:
+def _sorted(hidden: Tensor, index: Tensor, stack: ExpertStack, placed: Sequence[PlacedAdapter]) -> ExpertPairs:
     """The pairs, padded where oneDNN multiplies."""
     pads = hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16
-    return sort_pairs(index, placed, pads=pads)
+    return sort_pairs(index, placed, experts=stack.count, pads=pads)
 
 
 def _forward(hidden: Tensor, weights: Tensor, pairs: ExpertPairs, stack: ExpertStack) -> Activations:
     rows = hidden.index_select(0, pairs.tokens)
-    wide = _products(rows, stack.up_weight, pairs, stack.up_bias)
+    wide = _products(rows, stack.up_weights, pairs, stack.up_bias)
     narrow = [
         add_products(rows, stack.up_views(wide), stack.up_names, adapter)
         if is_separate(adapter.weights, stack.down_name)
@@ -50,7 +50,7 @@ def _forward(hidden: Tensor, weights: Tensor, pairs: ExpertPairs, stack: ExpertS
     flat, weighted = pairs.sorted(weights), []
     # h times its weight before the product, which it is smaller than: the products of a token are then only added up.
     scaled = (stack.activate(wide) * flat[:, None]).to(hidden.dtype)
-    products = _products(scaled, stack.down_weight, pairs, stack.down_bias, flat)
+    products = _products(scaled, stack.down_weights, pairs, stack.down_bias, flat)
     separate = {
         number: add_products(scaled, [products], [stack.down_name], adapter)
         for number, adapter in enumerate(pairs.adapters)
@@ -90,30 +90,28 @@ def _up_blocks(adapter: AdapterPairs, stack: ExpertStack) -> Tensor:
 
 
 def _products(
-    rows: Tensor,
-    weight: Callable[[int], Tensor],
-    pairs: ExpertPairs,
-    bias: Tensor | None = None,
-    bias_factors: Tensor | None = None,
-    *,
-    backward: bool = False,
+    rows: Tensor, weights: Tensor, pairs: ExpertPairs, bias: Tensor | None = None, bias_factors: Tensor | None = None
 ) -> Tensor:
-    """The frozen product of each pair's row [P, in] with its expert's matrix, or its transpose in a backward.
+    """The frozen product of each pair's row [P, in] with its expert's matrix of [E, in, out].
 
     `bias` [E, out] is added to it, times `bias_factors` [P] if given.
     """
-    first = weight(0)
-    output = rows.new_empty(len(rows), first.shape[0 if backward else 1])
+    if pairs.block:
+        output = torch.bmm(blocks_of(rows, pairs.block), weights).flatten(0, 1)
+        if bias is not None:
+            added = bias[pairs.sorted_experts]
+            output += added if bias_factors is None else (bias_factors[:, None] * added).to(rows.dtype)
+        return output
+    output = rows.new_empty(len(rows), weights.shape[2])
     for expert, start, stop in pairs.experts:
-        matrix = weight(expert).T if backward else weight(expert)
         target = output[start:stop]
         if bias is None:
-            torch.mm(rows[start:stop], matrix, out=target)
+            torch.mm(rows[start:stop], weights[expert], out=target)
         else:
             added = bias[expert]
             if bias_factors is not None:
                 added = (bias_factors[start:stop, None] * added).to(rows.dtype)
-            torch.addmm(added, rows[start:stop], matrix, out=target)
+            torch.addmm(added, rows[start:stop], weights[expert], out=target)
     return output
 
 
@@ -128,7 +126,7 @@ class _ExpertOutputs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weights: Tensor, index: Tensor, stack: ExpertStack, placed: Sequence[PlacedAdapter]
     ) -> Tensor:
-        pairs = _sorted(hidden, index, placed)
+        pairs = _sorted(hidden, index, stack, placed)
         result = _forward(hidden, weights, pairs, stack)
         ctx.save_for_backward(hidden, weights, result.wide, *result.narrow, *result.weighted)
         ctx.pairs, ctx.stack = pairs, stack
@@ -145,7 +143,7 @@ class _ExpertOutputs(torch.autograd.Function):
             live = stack.activate(leaf)
         activated = live.detach()
         gathered = grad.index_select(0, pairs.tokens)
-        plain = _products(gathered, stack.down_weight, pairs, backward=True)  # without the pair's weight
+        plain = _products(gathered, stack.down_weights.mT, pairs)  # without the pair's weight
         names, is_apart = [stack.down_name], [is_separate(each.weights, stack.down_name) for each in pairs.adapters]
         for adapter, mixed, apart in zip(pairs.adapters, weighted, is_apart, strict=True):
             if apart:
@@ -156,7 +154,7 @@ class _ExpertOutputs(torch.autograd.Function):
         if stack.down_bias is not None:
             weight_grad += (gathered * stack.down_bias[pairs.sorted_experts]).sum(-1, dtype=weight_grad.dtype)
         (wide_grad,) = torch.autograd.grad(live, leaf, (plain * flat[:, None]).to(plain.dtype))
-        terms = _products(wide_grad, stack.up_weight, pairs, backward=True)
+        terms = _products(wide_grad, stack.up_weights.mT, pairs)
         for adapter, piece, apart in zip(pairs.adapters, narrow, is_apart, strict=True):
             if apart:
                 rows = hidden.index_select(0, pairs.tokens)

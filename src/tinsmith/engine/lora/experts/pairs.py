@@ -26,6 +26,11 @@ from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
 MIN_GROUP_ROWS = 2
 """An adapter with fewer pairs for each of its experts on average multiplies each pair with a copy of its matrix."""
 
+MIN_BLOCK_EXPERTS = 3 / 4
+MAX_BLOCK_ROWS = 64
+"""Where at least this part of the experts has pairs, and none has more than these, all get as many rows and are one
+batched product: a product of few rows takes as long as reading its matrix, and a call 20 microseconds."""
+
 Run = tuple[int, int, int]
 """An expert and its pairs, from start to stop."""
 Group = tuple[int, int, int, int]
@@ -50,14 +55,18 @@ class AdapterPairs:
     """int64 [n, k]: own pairs of each token, by expert."""
     run_experts: Tensor
     """int64 [groups]: the expert of each group."""
+    block: int = 0
+    """The rows of each group where all experts have as many, and all rows are of this adapter."""
 
     @property
     def few(self) -> bool:
         """Whether each pair is multiplied with a copy of its matrix."""
-        return len(self.positions) < MIN_GROUP_ROWS * len(self.runs)
+        return not self.block and len(self.positions) < MIN_GROUP_ROWS * len(self.runs)
 
     def product(self, rows: Tensor, matrices: Tensor) -> Tensor:
         """Rows of all pairs [P, in] times the matrix of their experts [E, in, out] -> own pairs [P', out]."""
+        if self.block:
+            return torch.bmm(blocks_of(rows, self.block), matrices).flatten(0, 1)
         if self.few:
             return torch.bmm(rows[self.positions, None], matrices[self.experts])[:, 0]
         output = rows.new_empty(len(self.positions), matrices.shape[2])
@@ -68,6 +77,9 @@ class AdapterPairs:
     def add_product(self, target: Tensor, rows: Tensor, matrices: Tensor) -> None:
         """Add s times own rows [P', in] times the matrix of their experts [E, in, out] to all pairs [P, out]."""
         scale = self.weights.scale
+        if self.block:
+            blocks_of(target, self.block).baddbmm_(blocks_of(rows, self.block), matrices, alpha=scale)
+            return
         if self.few:
             target.index_add_(0, self.positions, torch.bmm(rows[:, None], matrices[self.experts])[:, 0], alpha=scale)
             return
@@ -76,6 +88,8 @@ class AdapterPairs:
 
     def group_product(self, rows: Tensor, matrices: Tensor) -> Tensor:
         """Rows of all pairs [P, in] times the matrix of their group [groups, in, out] -> own pairs [P', out]."""
+        if self.block:
+            return self.product(rows, matrices)
         output = rows.new_empty(len(self.positions), matrices.shape[2])
         for (_, start, stop, first), matrix in zip(self.runs, matrices.unbind(), strict=True):
             torch.mm(rows[start:stop], matrix, out=output[first : first + stop - start])
@@ -83,12 +97,17 @@ class AdapterPairs:
 
     def add_group_product(self, target: Tensor, rows: Tensor, matrices: Tensor) -> None:
         """Add s times own rows [P', in] times the matrix of their group [groups, in, out] to all pairs [P, out]."""
+        if self.block:
+            self.add_product(target, rows, matrices)
+            return
         for (_, start, stop, first), matrix in zip(self.runs, matrices.unbind(), strict=True):
             target[start:stop].addmm_(rows[first : first + stop - start], matrix, alpha=self.weights.scale)
 
     def outer(self, own: Tensor, rows: Tensor) -> Tensor:
         """Sums over each group of the outer products of own rows [P', r] and rows of all pairs [P, out]:
         [groups, r, out]."""
+        if self.block:
+            return torch.bmm(blocks_of(own, self.block).mT, blocks_of(rows, self.block))
         sums = rows.new_empty(len(self.runs), own.shape[1], rows.shape[1])
         for (_, start, stop, first), target in zip(self.runs, sums.unbind(), strict=True):
             torch.mm(own[first : first + stop - start].T, rows[start:stop], out=target)
@@ -122,6 +141,8 @@ class ExpertPairs:
     experts: tuple[Run, ...]
     """The experts that any token has chosen."""
     adapters: tuple[AdapterPairs, ...]
+    block: int
+    """The rows of each expert, where all have as many; else 0."""
 
     def sum_of_tokens(self, rows: Tensor) -> Tensor:
         """Sums over the experts of each token: [P, D] -> [T, D]."""
@@ -160,10 +181,11 @@ class Activations:
     """sum_e w_e A2_e h_e [n, rank]; of a pair w_e A2_e h_e."""
 
 
-def sort_pairs(index: Tensor, placed: Sequence[PlacedAdapter], *, pads: bool = False) -> ExpertPairs:
+def sort_pairs(index: Tensor, placed: Sequence[PlacedAdapter], *, experts: int = 0, pads: bool = False) -> ExpertPairs:
     """Expert ids [T, k] -> the sorted pairs, with those of each adapter, which are placed in the order of tokens.
 
-    `pads`: fill up the pairs of each expert and adapter to a number that many have.
+    `pads`: fill up the pairs of each expert and adapter to a number that many have. If few are of each of the `experts`
+    and all of one adapter, they are filled up to one number.
     """
     owner = torch.zeros(len(index), dtype=torch.int64)
     for number, (_, start, stop) in enumerate(placed, 1):
@@ -172,6 +194,11 @@ def sort_pairs(index: Tensor, placed: Sequence[PlacedAdapter], *, pads: bool = F
     keys, order = (index * owners + owner.to(index.device)[:, None]).flatten().sort(stable=True)
     unique, sizes = (values.tolist() for values in torch.unique_consecutive(keys, return_counts=True))
     counts = [padded_count(size) for size in sizes] if pads else sizes
+    block = _block(unique, sizes, owners, experts)
+    if block:
+        of_key = dict(zip(unique, sizes, strict=True))
+        unique = range(unique[0] % owners, experts * owners, owners)
+        sizes, counts = [of_key.get(key, 0) for key in unique], [block] * experts
     places, is_padding = torch.empty_like(order), None
     if counts == sizes:
         places[order] = torch.arange(len(order), device=index.device)
@@ -179,16 +206,22 @@ def sort_pairs(index: Tensor, placed: Sequence[PlacedAdapter], *, pads: bool = F
         pair_of_row, padding = _padded_rows(np.array(sizes), np.array(counts))
         places[order] = torch.from_numpy(np.flatnonzero(~padding)).to(index.device)
         rows, is_padding = (torch.from_numpy(each).to(index.device) for each in (pair_of_row, padding))
-        keys, order = keys[rows], order[rows]
+        keys, order = torch.from_numpy(np.repeat(unique, counts)).to(index.device), order[rows]
     groups = [
         (key // owners, key % owners, stop - count, stop)
         for key, count, stop in zip(unique, counts, accumulate(counts), strict=True)
     ]
-    tokens, experts = order // index.shape[1], keys // owners
+    tokens, of_expert = order // index.shape[1], keys // owners
     by_token = places.view(index.shape).sort(dim=1).values
+    adapters = _adapter_pairs(placed, groups, keys % owners, tokens, of_expert, by_token, block) if placed else ()
     runs = tuple(_expert_runs(groups))
-    adapters = tuple(_adapter_pairs(placed, groups, keys % owners, tokens, experts, by_token)) if placed else ()
-    return ExpertPairs(order, is_padding, places, tokens, experts, by_token, runs, adapters)
+    return ExpertPairs(order, is_padding, places, tokens, of_expert, by_token, runs, tuple(adapters), block)
+
+
+def _block(keys: Sequence[int], sizes: Sequence[int], owners: int, experts: int) -> int:
+    """The rows of each expert where all have as many; 0 where each has its own number."""
+    is_dense = len(keys) >= MIN_BLOCK_EXPERTS * experts > 0 and len({key % owners for key in keys}) == 1
+    return padded_count(max(sizes)) if is_dense and max(sizes) <= MAX_BLOCK_ROWS else 0
 
 
 def padded_count(count: int) -> int:
@@ -220,6 +253,7 @@ def _adapter_pairs(
     tokens: Tensor,
     experts: Tensor,
     by_token: Tensor,
+    block: int,
 ) -> Iterator[AdapterPairs]:
     """The pairs of each adapter; owners, tokens and experts [P] are those of all pairs."""
     runs: list[list[tuple[int, int, int, int]]] = [[] for _ in range(len(placed) + 1)]
@@ -239,7 +273,13 @@ def _adapter_pairs(
             runs=own,
             by_token=torch.searchsorted(positions, by_token[start:stop]),
             run_experts=torch.tensor([expert for expert, *_ in own], dtype=torch.int64, device=tokens.device),
+            block=block if own else 0,
         )
+
+
+def blocks_of(rows: Tensor, block: int) -> Tensor:
+    """Rows [E block, N] as [E, block, N]."""
+    return rows.unflatten(0, (-1, block))
 
 
 def sum_of_rows(rows: Tensor, by_token: Tensor) -> Tensor:

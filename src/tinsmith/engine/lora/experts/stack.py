@@ -42,14 +42,6 @@ class ExpertStack:
     def down_name(self) -> str:
         return f"{self.name}.w2"
 
-    def up_weight(self, expert: int) -> Tensor:
-        """[in, out] of the product before the gate."""
-        return self._oriented(self._up[expert])
-
-    def down_weight(self, expert: int) -> Tensor:
-        """[in, out] of the product after the gate."""
-        return self._oriented(self.module.down_proj[expert])
-
     @property
     def up_weights(self) -> Tensor:
         """[E, in, out] of the products before the gate."""
@@ -84,9 +76,6 @@ class ExpertStack:
     @property
     def _up(self) -> Tensor:
         return self.module.gate_up_proj if self.gated else self.module.up_proj
-
-    def _oriented(self, matrix: Tensor) -> Tensor:
-        return matrix if self.transposed else matrix.T
 
 
 def stack_of(module: Any) -> ExpertStack:
