@@ -9,7 +9,7 @@ chosen experts e of weights w_e:
 A1, A3 and B2, on the side of the hidden size, are one matrix for all experts; B1, B3 and A2 are one for each. Adapters
 whose experts share no matrix are computed too (`separate`). Pairs of a token and an expert are sorted by expert and,
 within an expert, by adapter. `grouped` computes them on GPUs that multiply all experts in one kernel, `loops` elsewhere
-expert by expert.
+expert by expert, or in one batched product where each has few pairs.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ expert, an adapter's product the pairs of an expert and an adapter: both are con
 
 oneDNN compiles a product for each number of rows, which takes longer than a product of a few hundred rows, and keeps
 the last 1,024. Routers give each expert another number of tokens, in each layer and pass. So where oneDNN multiplies,
-the pairs of an expert and an adapter are filled up to one of eight numbers between two powers of two (`padded_counts`)
+the pairs of an expert and an adapter are filled up to one of eight numbers between two powers of two (`padded_count`)
 with copies of the last pair, whose weight is 0: nothing that is computed of them is read, and to the sums over pairs
 they add 0.
 """
@@ -139,7 +139,7 @@ class ExpertPairs:
     by_token: Tensor
     """int64 [T, k]: the pairs of each token, by expert."""
     experts: tuple[Run, ...]
-    """The experts that any token has chosen."""
+    """The experts that any token has chosen; all of them in a block."""
     adapters: tuple[AdapterPairs, ...]
     block: int
     """The rows of each expert, where all have as many; else 0."""
