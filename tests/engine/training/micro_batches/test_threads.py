@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from dataclasses import replace
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,9 @@ from tests.engine.reference import assert_same
 from tinsmith.engine.base import LoraSpec, Pass, PassResult
 from tinsmith.engine.build import build
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.model.packing import PackedRow, packed_tokens, sorted_for_packing
+from tinsmith.engine.model.packing import PackedRow, packed_tokens, sorted_for_packing, take_rows
 from tinsmith.engine.threads.compute import SMALL_WORK, ComputeThreads, threads_for
-from tinsmith.engine.training.micro_batches.plan import MAX_EXCESS, thread_shares
+from tinsmith.engine.training.micro_batches.plan import MAX_EXCESS, MAX_SHARE, ThreadShare, thread_shares
 from tinsmith.engine.training.run_rows import RunRows
 from tinsmith.errors import BadRequest
 from tinsmith.routed_experts import to_words
@@ -241,8 +243,22 @@ def test_every_row_is_in_one_share(drawn: list[tuple[int, int, bool]], count: in
         assert all(budget / 2 <= share.budgets[with_grad] <= MAX_EXCESS * budget for share in shares)
         if sum(map(bool, of_shares)) > 1:
             assert packed_tokens(some) > budget
-            sizes = [share.sizes[with_grad] for share in shares]
-            assert [sum(own) for own in sizes] == [len(own) for own in of_shares]
+            batches = [_micro_batches(share, with_grad) for share in shares]
+            for batch in chain(*batches):
+                first = some.index(batch[0])
+                assert batch == list(some[first : first + len(batch)]), "neighbours, in order"
+            rounds = [max(map(packed_tokens, each)) for each in zip_longest(*batches, fillvalue=())]
+            left, uncut = deque(some), 0
+            while left:
+                uncut += packed_tokens(take_rows(left, budget)[0])
+            assert sum(rounds) <= MAX_SHARE * uncut
+
+
+def _micro_batches(share: ThreadShare, with_grad: bool) -> list[list[PackedRow]]:
+    left = iter(share.rows.rows[with_grad])
+    batches = [list(islice(left, size)) for size in share.sizes[with_grad]]
+    assert not list(left)
+    return batches
 
 
 def test_largest_micro_batches_are_computed_together() -> None:

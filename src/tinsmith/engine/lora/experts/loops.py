@@ -97,11 +97,13 @@ def _products(
     `bias` [E, out] is added to it, times `bias_factors` [P] if given.
     """
     if pairs.block:
-        output = torch.bmm(blocks_of(rows, pairs.block), weights).flatten(0, 1)
-        if bias is not None:
-            added = bias[pairs.sorted_experts]
-            output += added if bias_factors is None else (bias_factors[:, None] * added).to(rows.dtype)
-        return output
+        blocks = blocks_of(rows, pairs.block)
+        if bias is None:
+            return torch.bmm(blocks, weights).flatten(0, 1)
+        added = bias[:, None]
+        if bias_factors is not None:
+            added = (blocks_of(bias_factors[:, None], pairs.block) * added).to(rows.dtype)
+        return torch.baddbmm(added, blocks, weights).flatten(0, 1)  # rounded once, as below
     output = rows.new_empty(len(rows), weights.shape[2])
     for expert, start, stop in pairs.experts:
         target = output[start:stop]

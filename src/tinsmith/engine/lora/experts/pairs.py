@@ -5,9 +5,11 @@ expert, an adapter's product the pairs of an expert and an adapter: both are con
 
 oneDNN compiles a product for each number of rows, which takes longer than a product of a few hundred rows, and keeps
 the last 1,024. Routers give each expert another number of tokens, in each layer and pass. So where oneDNN multiplies,
-the pairs of an expert and an adapter are filled up to one of eight numbers between two powers of two (`padded_count`)
-with copies of the last pair, whose weight is 0: nothing that is computed of them is read, and to the sums over pairs
-they add 0.
+the pairs of an expert and an adapter are padded to one of eight numbers between two powers of two (`padded_count`),
+with copies of the last pair that have weight 0: no result of theirs is read, and they add 0 to sums over pairs.
+
+Where most experts have a few pairs each, all are padded to the same number of rows, the block, and a product of all
+experts is one batched product.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ MIN_GROUP_ROWS = 2
 """An adapter with fewer pairs for each of its experts on average multiplies each pair with a copy of its matrix."""
 
 MIN_BLOCK_EXPERTS = 3 / 4
+"""The part of the experts that must have pairs for a batched product, which reads the matrices of all."""
 MAX_BLOCK_ROWS = 64
-"""Where at least this part of the experts has pairs, and none has more than these, all get as many rows and are one
-batched product: a product of few rows takes as long as reading its matrix, and a call 20 microseconds."""
+"""The most pairs that an expert may have for it: a product of so few rows takes little longer than reading its matrix,
+so padding costs little, and each call that is saved takes 20 microseconds."""
 
 Run = tuple[int, int, int]
 """An expert and its pairs, from start to stop."""
@@ -56,7 +59,7 @@ class AdapterPairs:
     run_experts: Tensor
     """int64 [groups]: the expert of each group."""
     block: int = 0
-    """The rows of each group where all experts have as many, and all rows are of this adapter."""
+    """Rows of each expert if all have the same number, and all rows are of this adapter; else 0."""
 
     @property
     def few(self) -> bool:
@@ -142,7 +145,7 @@ class ExpertPairs:
     """The experts that any token has chosen; all of them in a block."""
     adapters: tuple[AdapterPairs, ...]
     block: int
-    """The rows of each expert, where all have as many; else 0."""
+    """Rows of each expert if all have the same number; else 0."""
 
     def sum_of_tokens(self, rows: Tensor) -> Tensor:
         """Sums over the experts of each token: [P, D] -> [T, D]."""
@@ -184,8 +187,8 @@ class Activations:
 def sort_pairs(index: Tensor, placed: Sequence[PlacedAdapter], *, experts: int = 0, pads: bool = False) -> ExpertPairs:
     """Expert ids [T, k] -> the sorted pairs, with those of each adapter, which are placed in the order of tokens.
 
-    `pads`: fill up the pairs of each expert and adapter to a number that many have. If few are of each of the `experts`
-    and all of one adapter, they are filled up to one number.
+    `pads`: whether to pad the pairs of each expert and adapter. All `experts` are padded to a block where these have
+    few pairs each, all of one adapter; 0 for never.
     """
     owner = torch.zeros(len(index), dtype=torch.int64)
     for number, (_, start, stop) in enumerate(placed, 1):
@@ -219,7 +222,7 @@ def sort_pairs(index: Tensor, placed: Sequence[PlacedAdapter], *, experts: int =
 
 
 def _block(keys: Sequence[int], sizes: Sequence[int], owners: int, experts: int) -> int:
-    """The rows of each expert where all have as many; 0 where each has its own number."""
+    """Rows of each expert if all are padded to the same number; else 0."""
     is_dense = len(keys) >= MIN_BLOCK_EXPERTS * experts > 0 and len({key % owners for key in keys}) == 1
     return padded_count(max(sizes)) if is_dense and max(sizes) <= MAX_BLOCK_ROWS else 0
 

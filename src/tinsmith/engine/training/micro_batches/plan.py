@@ -25,7 +25,7 @@ MAX_SHARE = 0.65
 without a cut, on all cores one micro-batch after the other."""
 
 MAX_EXCESS = 9 / 8
-"""A micro-batch may have so many times the tokens of the setting before it is computed in pieces."""
+"""A micro-batch of up to this many times `budget` tokens is not computed in pieces."""
 
 PIECES_COST = 4 / 3
 """Time of a micro-batch in two pieces, relative to that of a whole one."""
@@ -44,26 +44,22 @@ class ThreadShare:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Micro-batches of neighbouring rows."""
+    """Micro-batches of neighbouring rows, largest first. A round is `count` of them, one for each thread."""
 
     budget: int
     """Packed tokens of the largest that is not computed in pieces."""
     bounds: Sequence[tuple[int, int]]
-    costs: Sequence[int]
+    """The first row of each, and the one after its last."""
+    sizes: Sequence[int]
     """Packed tokens of each."""
 
-    def largest(self, count: int) -> list[int]:
-        """Packed tokens of the largest micro-batch of each round of `count`."""
-        return sorted(self.costs, reverse=True)[::count]
+    def largest(self, count: int) -> Sequence[int]:
+        """Packed tokens of the largest micro-batch of each round."""
+        return self.sizes[::count]
 
     def time(self, count: int) -> float:
-        """Of all rounds, in packed tokens."""
+        """Estimated time of all rounds, in units of a packed token's."""
         return sum(size * (PIECES_COST if size > self.budget else 1) + MICRO_BATCH_COST for size in self.largest(count))
-
-    def share(self, index: int, count: int) -> list[tuple[int, int]]:
-        """The bounds of a thread's micro-batches, largest first."""
-        order = sorted(range(len(self.costs)), key=lambda number: -self.costs[number])
-        return [self.bounds[number] for number in order[index::count]]
 
 
 def thread_shares(rows: RunRows, count: int, budget: int, *, cuts: bool = False) -> list[ThreadShare]:
@@ -78,7 +74,7 @@ def thread_shares(rows: RunRows, count: int, budget: int, *, cuts: bool = False)
             if plan is None:
                 own[with_grad], budgets[with_grad] = [] if index else some, budget
                 continue
-            bounds = plan.share(index, count)
+            bounds = plan.bounds[index::count]
             own[with_grad] = [row for start, stop in bounds for row in some[start:stop]]
             sizes[with_grad] = [stop - start for start, stop in bounds]
             budgets[with_grad] = plan.budget
@@ -96,7 +92,7 @@ def _plan(rows: Sequence[PackedRow], count: int, budget: int, *, cuts: bool) -> 
         return None
     plans = [*_plans(rows, costs, count, budget, cuts=cuts)]
     best = min(plans, key=lambda plan: plan.time(count))
-    return best if sum(best.largest(count)) <= MAX_SHARE * sum(plans[0].costs) else None
+    return best if sum(best.largest(count)) <= MAX_SHARE * sum(plans[0].sizes) else None
 
 
 def _plans(rows: Sequence[PackedRow], costs: RowCosts, count: int, budget: int, *, cuts: bool) -> Iterator[_Plan]:
@@ -109,12 +105,13 @@ def _plans(rows: Sequence[PackedRow], costs: RowCosts, count: int, budget: int, 
     fewest = -(-costs.cost(0, len(rows)) // (budget * count))
     for rounds in (fewest, fewest + 1):
         equal = _plan_of(costs, balanced(costs, rounds * count), budget)
-        if max(equal.costs) <= equal.budget:
+        if equal.sizes[0] <= equal.budget:
             yield equal
 
 
 def _plan_of(costs: RowCosts, bounds: Sequence[int], budget: int) -> _Plan:
     parts = [(start, stop) for start, stop in pairwise(bounds) if start < stop]
+    parts.sort(key=lambda part: -costs.cost(*part))
     sizes = [costs.cost(*part) for part in parts]
     return _Plan(max([budget, *(size for size in sizes if size <= MAX_EXCESS * budget)]), parts, sizes)
 
