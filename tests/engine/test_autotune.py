@@ -16,9 +16,9 @@ from tests.engine.inspection import gradients_of
 from tests.engine.reference import assert_same
 from tinsmith.engine import autotune
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.model import footprint, loading, precision
+from tinsmith.engine.cpu.instructions import cpu_bfloat16
+from tinsmith.engine.model import footprint, loading
 from tinsmith.engine.model.memory import free_bytes, total_bytes
-from tinsmith.engine.model.precision import cpu_bfloat16
 from tinsmith.errors import ConfigError
 from tinsmith.settings import build
 
@@ -169,7 +169,7 @@ def test_float32_where_it_is_faster_and_fits(tiny_llama: Path, monkeypatch: pyte
         ("fast", 100 * size, torch.bfloat16),
         ("emulated", size, torch.float32),
     ):
-        monkeypatch.setattr(precision, "cpu_bfloat16", lambda speed=speed: speed)
+        monkeypatch.setattr(loading, "cpu_bfloat16", lambda speed=speed: speed)
         monkeypatch.setattr(loading, "total_bytes", lambda memory=memory: memory)
         assert loading.dtype_of("auto", device, settings) is dtype
         assert loading.dtype_of("bfloat16", device, settings) is torch.bfloat16

@@ -72,7 +72,7 @@ def _torch(config: ServeConfig) -> Finding:
     require_torch("The engine", "A client of another server needs none.")
     import torch
 
-    from tinsmith.engine.model.precision import cpu_bfloat16
+    from tinsmith.engine.cpu.instructions import cpu_bfloat16
 
     if config.device == "cuda" and not torch.cuda.is_available():
         return Finding(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinsmith.engine.cpu.calls import AttentionCall, CompiledCalls, KeyRun, compile_ahead
+from tinsmith.engine.cpu.calls import AttentionCall, CompiledCalls, KeyRun
 
 pytest.importorskip("numba")
 
-from tinsmith.engine.cpu import packed
 
 KEYS = 150
 SCALE = 0.2
@@ -144,22 +142,3 @@ def test_nan_stays_with_those_who_see_it() -> None:
     is_nan = output.isnan().all(3).all(1)[0]
     assert is_nan.nonzero().flatten().tolist() == [45, *range(100, KEYS)]
     assert torch.equal(output[:, :, ~is_nan], wanted[:, :, ~is_nan])
-
-
-def test_functions_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = list[tuple[str, bool]]()
-    for name in ("forward_function", "backward_function"):
-        monkeypatch.setattr(packed, name, lambda is_float32, name=name: compiled.append((name, is_float32)))
-    for dtype in (torch.bfloat16, torch.float32):
-        compile_ahead(dtype).join()
-    assert compiled == [
-        (name, is_float32) for is_float32 in (False, True) for name in ("forward_function", "backward_function")
-    ]
-
-
-def test_failure_to_compile_ahead_is_left_to_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    failures = list[object]()
-    monkeypatch.setattr(threading, "excepthook", failures.append)
-    monkeypatch.setattr(packed, "forward_function", lambda _is_float32: 1 / 0)
-    compile_ahead(torch.float32).join()
-    assert failures == []

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair, PlacedAdapter
 from tinsmith.engine.lora.head.blocks import CPU_ROWS, GPU_BYTES, MIN_GPU_ROWS, PackedTargets, block_rows
+from tinsmith.engine.lora.head.products import Float32Products
 from tinsmith.engine.lora.head.softmax import log_softmax
 from tinsmith.engine.lora.lm_head import LMHead, ScoreGrads
 from tinsmith.engine.lora.matmul import FrozenLinear
@@ -59,7 +60,7 @@ def test_entropies_and_their_gradients_match_autograd(dtype: torch.dtype, near: 
     assert float((actual - leaf.grad).norm() / leaf.grad.norm()) < near
 
 
-def test_only_a_bfloat16_head_multiplies_as_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_bfloat16_weights_are_multiplied_as_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
 
     def product(self: FrozenLinear, rows: Tensor) -> Tensor:
@@ -73,7 +74,7 @@ def test_only_a_bfloat16_head_multiplies_as_bfloat16(monkeypatch: pytest.MonkeyP
     weight, hidden = torch.randn(900, 64, generator=draw), torch.randn(128, 64, generator=draw)
     for dtype in (torch.bfloat16, torch.float32):
         narrow, rows = weight.to(dtype), hidden.to(dtype)
-        logits = LMHead(narrow).logits(rows, None)
+        logits = Float32Products(narrow, None)(rows)
         torch.testing.assert_close(logits.double(), rows.double() @ narrow.double().T, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(
             (hidden @ weight.T).double(), hidden.double() @ weight.double().T, rtol=1e-5, atol=1e-4

@@ -59,9 +59,11 @@ def test_tied_embeddings_count_once() -> None:
     assert sizes[1] - sizes[0] == 1000 * 64 * 2
 
 
-def test_the_head_is_in_float32_and_on_a_cpu_twice() -> None:
+@pytest.mark.parametrize("head_bytes", [2, 4])
+def test_the_head_is_copied_on_a_cpu_twice(monkeypatch: pytest.MonkeyPatch, head_bytes: int) -> None:
+    monkeypatch.setattr(footprint, "has_pair_products", lambda device, dtype: head_bytes == 2)
     config = LlamaConfig(vocab_size=151_936, hidden_size=4096, num_hidden_layers=1)
-    assert footprint.footprint(config, BF16, CPU, four_bit=False).working == 2 * 4 * 151_936 * 4096
+    assert footprint.footprint(config, BF16, CPU, four_bit=False).working == 2 * head_bytes * 151_936 * 4096
     assert footprint.footprint(config, BF16, GPU, four_bit=False).working == 4 * 151_936 * 4096
 
 
@@ -87,7 +89,8 @@ def test_large_model_is_refused_with_figures() -> None:
     assert refusal.value.hint == "Use a smaller model, or check_memory=false to load it anyway."
 
 
-def test_refusal_names_what_takes_less() -> None:
+def test_refusal_names_what_takes_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footprint, "has_pair_products", lambda device, dtype: False)
     config = LlamaConfig(num_hidden_layers=2)
     with pytest.raises(ConfigError) as refusal:
         footprint.check("some/model", config, torch.float32, CPU, four_bit=False, free=0)

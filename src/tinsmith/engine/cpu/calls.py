@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,22 +167,6 @@ class CompiledCalls:
 
     def _threads(self, heads: int) -> int:
         return torch.get_num_threads() if self.scores * heads >= THREAD_SCORES else 1
-
-
-def compile_ahead(dtype: torch.dtype) -> threading.Thread:
-    """Compile the functions for this dtype in the thread that is returned: seconds, where no process has done it
-    before. Where they do not compile, their first call says so."""
-
-    def compile_them() -> None:
-        with suppress(Exception):
-            from tinsmith.engine.cpu import packed
-
-            packed.forward_function(KINDS[dtype] is float)
-            packed.backward_function(KINDS[dtype] is float)
-
-    thread = threading.Thread(target=compile_them, name="compile")
-    thread.start()
-    return thread
 
 
 def _seen(call: AttentionCall, keys: int) -> tuple[np.ndarray, np.ndarray]:

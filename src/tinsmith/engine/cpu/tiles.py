@@ -1,4 +1,4 @@
-"""Products of matrices tile by tile, for loops of attention: the sums of a tile stay in registers.
+"""Products of matrices tile by tile: the sums of a tile stay in registers.
 
 A tile is a number of rows by a number of keys, values or vectors, which are constants, as some widths are.
 """
@@ -16,6 +16,7 @@ from tinsmith.engine.cpu.vectors import (
     HAS_32_REGISTERS,
     INT64,
     LANES,
+    add_pairs,
     broadcast,
     constant,
     fma,
@@ -24,7 +25,10 @@ from tinsmith.engine.cpu.vectors import (
     lanes_in,
     loop,
     of_constants,
+    pair_at,
+    pairs_at,
     read,
+    transposed,
     write,
 )
 
@@ -36,6 +40,10 @@ TILE_ROWS = 12 if HAS_32_REGISTERS else 6
 TILE_VECTORS = 2
 TILE_COLUMNS = TILE_VECTORS * LANES
 """Sizes of the tiles of matrices."""
+PAIR_ROWS = 8
+PAIR_VECTORS = 2
+PAIR_COLUMNS = PAIR_VECTORS * 16
+"""Sizes of the tiles of bfloat16 matrices. Of 10 or 12 rows LLVM keeps some sums in memory."""
 
 
 @intrinsic
@@ -85,6 +93,57 @@ def product_tile(
     return types.void(
         outputs, whole, whole, left, whole, whole, whole, right, whole, whole, whole, rows, adds
     ), generate
+
+
+@of_constants
+def pair_tile(
+    context: Any, outputs: Any, place: Any, line: Any, left: Any, first: Any, left_line: Any, right: Any, start: Any,
+    depth: Any, rows: Any, adds: Any,
+) -> Any:  # fmt: skip
+    """outputs[place + r line + c] = sum over k < `depth`, which is even, of left[first + r left_line + k] times
+    right[start + k / 2, c, k % 2], or plus the sum if it `adds`, of `rows` rows and PAIR_COLUMNS columns. Both factors
+    are bfloat16, the outputs and sums float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        outputs, place, line, left, first, left_line, right, start, depth, *_ = arguments
+        lines = [builder.add(place, builder.mul(line, INT64(r))) for r in range(rows.literal_value)]
+        flat = [index(builder, own, 16 * v) for own in lines for v in range(PAIR_VECTORS)]
+        firsts = [builder.add(first, builder.mul(left_line, INT64(r))) for r in range(rows.literal_value)]
+
+        def body(k: Any, sums: Any) -> Any:
+            at = builder.add(start, builder.mul(k, INT64(PAIR_COLUMNS)))
+            vectors = [pairs_at(builder, right, index(builder, at, 32 * v)) for v in range(PAIR_VECTORS)]
+            factors = (pair_at(builder, left, builder.add(own, k)) for own in firsts)
+            pairs = ((factor, vector) for factor in factors for vector in vectors)
+            return [add_pairs(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
+
+        zero = constant(0.0, 16)
+        sums = loop(
+            builder, depth, 2, [read(builder, outputs, at, 16) if adds.literal_value else zero for at in flat], body
+        )
+        for at, total in zip(flat, sums, strict=True):
+            write(builder, outputs, at, total)
+        return context.get_dummy_value()
+
+    whole = types.int64
+    return types.void(outputs, whole, whole, left, whole, whole, right, whole, whole, rows, adds), generate
+
+
+@intrinsic
+def transpose_block(
+    context: Any, outputs: Any, place: Any, line: Any, numbers: Any, start: Any, stride: Any
+) -> Any:  # fmt: skip
+    """outputs[place + c line + r] = numbers[start + r stride + c] of LANES rows and columns."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        outputs, place, line, numbers, start, stride = arguments
+        rows = [read(builder, numbers, builder.add(start, builder.mul(stride, INT64(r)))) for r in range(LANES)]
+        for c, vector in enumerate(transposed(builder, rows)):
+            write(builder, outputs, builder.add(place, builder.mul(line, INT64(c))), vector)
+        return context.get_dummy_value()
+
+    whole = types.int64
+    return types.void(outputs, whole, whole, numbers, whole, whole), generate
 
 
 @of_constants

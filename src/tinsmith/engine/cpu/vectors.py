@@ -11,20 +11,23 @@ from typing import Any, cast
 from llvmlite import binding, ir
 from numba import config
 from numba.extending import intrinsic
+from typing_extensions import override
 
 from tinsmith.engine.cpu.primitives import BITS, EXP_COEFFICIENTS
 
 FLOAT, INT64 = ir.FloatType(), ir.IntType(64)
 
 
-def _has_32_registers() -> bool:
-    """Whether Numba compiles for AVX-512: $NUMBA_CPU_FEATURES may leave out what the processor has."""
+def _has(feature: str) -> bool:
+    """Whether Numba compiles for these instructions: $NUMBA_CPU_FEATURES may leave out what the processor has."""
     if config.CPU_FEATURES is not None:
-        return "+avx512f" in config.CPU_FEATURES
-    return bool(binding.get_host_cpu_features().get("avx512f", False))
+        return f"+{feature}" in config.CPU_FEATURES
+    return bool(binding.get_host_cpu_features().get(feature, False))
 
 
-HAS_32_REGISTERS = _has_32_registers()
+HAS_32_REGISTERS = _has("avx512f")
+HAS_PAIRS = _has("avx512bf16")
+"""Whether `add_pairs` can be compiled."""
 LANES = 16 if HAS_32_REGISTERS else 8
 """Numbers in a vector, at most."""
 of_constants: Callable[[Callable[..., Any]], Any] = cast("Any", intrinsic)(prefer_literal=True)
@@ -116,6 +119,41 @@ def exponential(builder: Any, vector: Any) -> Any:
     return builder.fmul(power, scale)
 
 
+def transposed(builder: Any, vectors: Sequence[Any]) -> list[Any]:
+    """n vectors of n numbers, of which the i-th has the i-th number of each; n is a power of 2."""
+    vectors, count = list(vectors), len(vectors)
+    step = count // 2
+    while step:  # blocks of step x step numbers change places
+        for i in (i for i in range(count) if not i & step):
+            pair = vectors[i], vectors[i + step]
+            for vector, shift in ((i, 0), (i + step, step)):
+                sources = [(at & ~step) + shift + (count if at & step else 0) for at in range(count)]
+                vectors[vector] = builder.shuffle_vector(*pair, ir.Constant(_bits(count), sources))
+        step //= 2
+    return vectors
+
+
+def pairs_at(builder: Any, pointer: Any, at: Any) -> Any:
+    """32 bfloat16 numbers."""
+    place = builder.bitcast(builder.gep(pointer, [at]), _bits(16).as_pointer())
+    return builder.bitcast(builder.load(place, align=2), _PAIRS)
+
+
+def pair_at(builder: Any, pointer: Any, at: Any) -> Any:
+    """Two bfloat16 numbers, 16 times."""
+    pair = builder.load(builder.bitcast(builder.gep(pointer, [at]), BITS.as_pointer()), align=2)
+    first = builder.insert_element(ir.Constant(_bits(16), ir.Undefined), pair, BITS(0))
+    return builder.bitcast(builder.shuffle_vector(first, first, _whole(0, 16)), _PAIRS)
+
+
+def add_pairs(builder: Any, left: Any, right: Any, total: Any) -> Any:
+    """total + the products of both numbers of each of 16 pairs of bfloat16 numbers, in float32."""
+    vector = ir.VectorType(FLOAT, 16)
+    signature = ir.FunctionType(vector, [vector, _PAIRS, _PAIRS])
+    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+    return builder.call(builder.module.declare_intrinsic(name, (), signature), [total, left, right])
+
+
 def loop(
     builder: Any, count: Any, step: int, start: Sequence[Any], body: Callable[[Any, Sequence[Any]], Sequence[Any]]
 ) -> Sequence[Any]:
@@ -136,6 +174,25 @@ def loop(
     builder.branch(head)
     builder.position_at_end(after)
     return carried
+
+
+class _BFloat(ir.types.Type):
+    """LLVM's type of a bfloat16, which llvmlite lacks."""
+
+    @override
+    def __str__(self) -> str:
+        return "bfloat"
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    @override
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_PAIRS = ir.VectorType(_BFloat(), 32)
 
 
 def _vector_at(builder: Any, pointer: Any, at: Any, lanes: int) -> Any:

@@ -1,10 +1,9 @@
 """From hidden states to logits and log-probabilities, in blocks of rows, without a float32 matrix [T, V].
 
-Logits and log-softmax are float32; the product accumulates in float32 (if the base is bfloat16, both factors are
-bfloat16 values). A CPU multiplies by a float32 copy of the weights; a GPU multiplies in their own dtype with a float32
-result, which is as exact. `score` computes the log-probability of every target. For positions that may have a gradient
-it saves the probabilities in the base's dtype, from which `backward` starts; these positions are in blocks of their
-own, so that the others cost nothing in the backward. Entropies of the whole softmax come from the same block.
+Logits and log-softmax are float32 (`head.products`). `score` computes the log-probability of every target. For
+positions that may have a gradient it saves the probabilities in the base's dtype, from which `backward` starts; these
+positions are in blocks of their own, so that the others cost nothing in the backward. Entropies of the whole softmax
+come from the same block.
 
 `blocks` plans on the host where the targets are: neither `score` nor `backward` reads a value of the device.
 """
@@ -12,7 +11,6 @@ own, so that the others cost nothing in the backward. Entropies of the whole sof
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,9 +19,8 @@ from torch import Tensor
 
 from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
 from tinsmith.engine.lora.head.blocks import PackedTargets, ScoreBlock, block_rows, plan_blocks
-from tinsmith.engine.lora.head.choice import softmax_on
-from tinsmith.engine.lora.matmul import FrozenLinear, pack_float16
-from tinsmith.engine.model import precision
+from tinsmith.engine.lora.head.choice import products_of, softmax_on
+from tinsmith.engine.lora.head.products import Addition
 from tinsmith.engine.model.logit_rule import LogitRule
 from tinsmith.engine.model_parts import HEAD
 
@@ -66,18 +63,13 @@ class ScoreGrads:
 
 
 class LMHead:
-    """The base model's output weights [V, D]: float32 products forward, in the base's dtype backward."""
+    """The base model's output weights [V, D]: float32 results forward, in the base's dtype backward."""
 
     def __init__(self, weight: Tensor, rule: LogitRule = LogitRule(), rows: int | None = None) -> None:  # noqa: B008 - frozen
         """`rows` are the most in a block, by default as many as suit the device."""
         self._weight, self._rule = weight, rule
         self.block_rows = rows or block_rows(len(weight), weight.device)
-        self._bias = None if rule.bias is None else rule.bias.float()
-        self._frozen: FrozenLinear | None = None
-        if weight.device.type == "cpu" or weight.dtype == torch.float32:
-            self._frozen = FrozenLinear(weight.float(), self._bias)
-            pack_float16([self._frozen])
-            self._frozen.reorder(backward=False)
+        self._products = products_of(weight, None if rule.bias is None else rule.bias.float())
         self._softmax = softmax_on(weight.device)
 
     def logits(self, hidden: Tensor, weights: AdapterWeights | None) -> Tensor:
@@ -99,22 +91,12 @@ class LMHead:
 
     def logits_under(self, hidden: Tensor, placed: Sequence[PlacedAdapter]) -> Tensor:
         """[R, D] -> float32 [R, V], under the adapters of spans of rows."""
-        logits = self._products(hidden)
-        for weights, start, stop in placed:
-            if HEAD in weights.pairs:
-                pair = weights.pairs[HEAD]
-                narrow = hidden[start:stop].float() @ pair.a.T
-                logits[start:stop].addmm_(narrow, pair.b.T, alpha=weights.scale)
-        return self._rule.apply(logits)
-
-    def _products(self, hidden: Tensor) -> Tensor:
-        """hidden [R, D] -> float32 products with the weights [R, V]."""
-        if self._frozen is not None:
-            bfloat16 = hidden.dtype == self._weight.dtype == torch.bfloat16
-            with precision.bfloat16_products() if bfloat16 else nullcontext():
-                return self._frozen(hidden.float())
-        products = torch.mm(hidden, self._weight.T, out_dtype=torch.float32)
-        return products if self._bias is None else products.add_(self._bias)
+        additions = [
+            Addition(start, stop, hidden[start:stop].float() @ pair.a.T, pair.b, weights.scale)
+            for weights, start, stop in placed
+            if (pair := weights.pairs.get(HEAD)) is not None
+        ]
+        return self._rule.apply(self._products(hidden, additions))
 
     @torch.no_grad()
     def score(

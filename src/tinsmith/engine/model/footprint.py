@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from tinsmith.engine.cpu.instructions import has_pair_products
 from tinsmith.engine.images.tower import without_weights
 from tinsmith.engine.model import quantization
 from tinsmith.engine.model.memory import free_bytes
@@ -30,8 +31,8 @@ class Footprint:
     weights: int
     """In the dtype that they are served in."""
     working: int
-    """On top, at the peak of loading: a float32 copy of one module while the model is checked and, on a CPU, the
-    float32 head, which stays, and the copy that it is reordered into."""
+    """On top, at the peak of loading: a float32 copy of one module while the model is checked and, on a CPU, a copy of
+    the head in the dtype that it is multiplied in, which stays, and the copy that this is reordered into."""
 
     @property
     def peak(self) -> int:
@@ -60,9 +61,10 @@ def footprint_of(model: PreTrainedModel, dtype: torch.dtype, device: torch.devic
                 bits = NF4_BITS if name in packed and parameter.ndim == 2 else 8 * parameter.element_size()
                 weights += int(parameter.numel() * bits) // 8
         largest = max(largest, 0 if isinstance(module, nn.Embedding) else values)
-    head_copies = 2 * head.weight.numel() if head is not None and device.type == "cpu" else 0
-    widened = 0 if dtype == torch.float32 else largest
-    return Footprint(weights=weights, working=4 * max(head_copies, widened))
+    head_bytes = 2 if has_pair_products(device, dtype) else 4
+    head_copies = 2 * head_bytes * head.weight.numel() if head is not None and device.type == "cpu" else 0
+    widened = 0 if dtype == torch.float32 else 4 * largest
+    return Footprint(weights=weights, working=max(head_copies, widened))
 
 
 def device_free_bytes(device: torch.device) -> int:

@@ -27,7 +27,8 @@ from transformers.utils.logging import disable_progress_bar
 from tinsmith.engine.base import ModelCard
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.cpu.arguments import has_loops
-from tinsmith.engine.cpu.calls import compile_ahead
+from tinsmith.engine.cpu.compiling import compile_ahead
+from tinsmith.engine.cpu.instructions import cpu_bfloat16
 from tinsmith.engine.images import tower
 from tinsmith.engine.images.tower import VisionTower
 from tinsmith.engine.load_checks import LoadChecks, checks_of
@@ -167,7 +168,7 @@ def dtype_of(setting: str, device: torch.device, settings: PreTrainedConfig | No
         return getattr(torch, setting)
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    speed = precision.cpu_bfloat16()
+    speed = cpu_bfloat16()
     if speed == "slow" and settings is not None:
         wide = footprint.footprint(settings, torch.float32, device, four_bit=False).weights
         return torch.float32 if FLOAT32_MEMORY_SHARE * wide <= total_bytes() else torch.bfloat16

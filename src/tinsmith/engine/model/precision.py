@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +13,6 @@ from torch import Tensor
 
 SUM_BLOCK = 256
 """Numbers in a block of a cumulative sum on a GPU."""
-
-Bfloat16 = Literal["fast", "slow", "emulated"]
-"""How a CPU multiplies bfloat16: faster than float32, slower though it has instructions for it, or without them."""
 
 
 def set_matmul_precision(dtype: torch.dtype) -> None:
@@ -34,22 +30,6 @@ def set_matmul_precision(dtype: torch.dtype) -> None:
 def dtype_name(dtype: torch.dtype) -> str:
     """The name that settings and cards give a data type, such as float32."""
     return str(dtype).removeprefix("torch.")
-
-
-def cpu_bfloat16(root: Path = Path("/")) -> Bfloat16:
-    """How this machine's CPU multiplies bfloat16, by its instructions. Nothing is timed: results must not depend on the
-    machine's load.
-
-    Slow are Intel's processors with AMX while AMX is switched off, as in some virtual machines: they multiply float32
-    1.6 times as fast (benchmarks/NOTES.md). They are the ones with AVX512-FP16.
-    """
-    if torch.cpu._is_amx_tile_supported():
-        return "fast"
-    if not torch.cpu._is_avx512_bf16_supported():
-        return "emulated"
-    described = root / "proc/cpuinfo"
-    words = described.read_text().split() if described.is_file() else []
-    return "slow" if "GenuineIntel" in words and "avx512_fp16" in words else "fast"
 
 
 @contextmanager

@@ -1,15 +1,41 @@
-"""The choice between PyTorch's operators and the Triton kernel for the softmax of the output head."""
+"""The choice of what computes the products and the softmax of the output head."""
 
 from __future__ import annotations
 
 import logging
 
 import torch
+from torch import Tensor
 
+from tinsmith.engine.cpu.instructions import has_pair_products
+from tinsmith.engine.lora.head.products import CompiledProducts, Float32Products, HeadProducts, MixedProducts
 from tinsmith.engine.lora.head.softmax import SoftmaxOfRows, softmax_of_rows
 from tinsmith.engine.triton_support import runs_triton
 
 log = logging.getLogger(__name__)
+
+
+def products_of(weight: Tensor, bias: Tensor | None) -> HeadProducts:
+    """The fastest for weights [V, D] and a float32 bias [V] that work on their device."""
+    if weight.device.type != "cpu" and weight.dtype != torch.float32:
+        return MixedProducts(weight, bias)
+    if has_pair_products(weight.device, weight.dtype) and weight.shape[1] % 2 == 0:
+        try:
+            check_products()
+            return CompiledProducts(weight, bias)
+        except Exception:
+            log.warning("The compiled products of the output head do not work here; all is slower without them.",
+                        exc_info=True)  # fmt: skip
+    return Float32Products(weight, bias)
+
+
+def check_products() -> None:
+    """Raises ValueError unless compiled products are right."""
+    draw = torch.Generator().manual_seed(0)
+    weight, hidden = (torch.randn(shape, generator=draw).bfloat16() for shape in ((45, 38), (13, 38)))
+    actual = CompiledProducts(weight, None)(hidden)
+    if not torch.allclose(actual.double(), hidden.double() @ weight.double().T, rtol=1e-5, atol=1e-4):
+        raise ValueError("products differ from PyTorch's")
 
 
 def softmax_on(device: torch.device) -> SoftmaxOfRows:

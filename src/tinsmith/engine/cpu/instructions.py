@@ -1,0 +1,40 @@
+"""What a CPU's instructions compute fast. Nothing is timed: results must not depend on the machine's load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from tinsmith.engine.cpu.arguments import has_loops
+
+Bfloat16 = Literal["fast", "slow", "emulated"]
+"""How a CPU multiplies bfloat16: faster than float32, slower though it has instructions for it, or without them."""
+
+
+def cpu_bfloat16(root: Path = Path("/")) -> Bfloat16:
+    """How this machine's CPU multiplies bfloat16, by its instructions.
+
+    Slow are Intel's processors with AMX while AMX is switched off, as in some virtual machines: they multiply float32
+    1.6 times as fast (benchmarks/NOTES.md). They are the ones with AVX512-FP16.
+    """
+    if torch.cpu._is_amx_tile_supported():
+        return "fast"
+    if not torch.cpu._is_avx512_bf16_supported():
+        return "emulated"
+    described = root / "proc/cpuinfo"
+    words = described.read_text().split() if described.is_file() else []
+    return "slow" if "GenuineIntel" in words and "avx512_fp16" in words else "fast"
+
+
+def has_pair_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether compiled products of bfloat16 with float32 results are the fastest on this device: in AVX512-BF16's
+    instruction for pairs of numbers, and not where AMX, or float32, is faster."""
+    if not has_loops(device, dtype) or dtype != torch.bfloat16:
+        return False
+    if torch.cpu._is_amx_tile_supported() or cpu_bfloat16() != "fast":
+        return False
+    from tinsmith.engine.cpu.vectors import HAS_PAIRS  # with Numba
+
+    return HAS_PAIRS

@@ -1,0 +1,138 @@
+"""The products of the output head as a compiled function: bfloat16 factors, float32 results, and what adapters add.
+
+PyTorch's products of bfloat16 have bfloat16 results on CPUs, and its float32 products take twice as long. The weights
+are laid out once: panels of 32 tokens of the vocabulary, with the numbers of a pair side by side.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import carray, njit  # pyright: ignore[reportAttributeAccessIssue] - it comes by a star
+
+from tinsmith.engine.cpu.primitives import atomic_next, c_function, load, pointer, store, void_pointer
+from tinsmith.engine.cpu.rows import copy_row
+from tinsmith.engine.cpu.tiles import PAIR_COLUMNS, PAIR_ROWS, data_of, pair_tile, product_tile, transpose_block
+from tinsmith.engine.cpu.vectors import LANES
+
+PRODUCT = np.dtype(
+    [
+        ("next", "i8"),  # part to compute next, which the threads count up from 0
+        ("rows", "i8"),
+        ("width", "i8"),  # of a hidden state, even
+        ("words", "i8"),  # of the vocabulary
+        ("hidden", "i8"),  # address of bfloat16 [rows, width]
+        ("weights", "i8"),  # address of bfloat16 [panels, width / 2, PAIR_COLUMNS, 2]
+        ("logits", "i8"),  # address of float32 [rows, words]
+        ("spans", "i8"),
+        ("span_table", "i8"),  # address of SPAN [spans], which follow each other from row 0 on
+        ("most_rank", "i8"),
+    ]
+)
+"""What the function gets a pointer to."""
+SPAN = np.dtype(
+    [
+        ("start", "i8"),
+        ("stop", "i8"),
+        ("rank", "i8"),  # 0: without an adapter
+        ("narrow", "i8"),  # address of float32 [stop - start, rank]: s A x
+        ("b", "i8"),  # address of float32 [words, rank]
+    ]
+)
+"""Rows with one adapter."""
+FEW_ROWS = PAIR_ROWS // 2
+"""Rows of a smaller tile, for what is left of a span."""
+PART_PANELS = 8
+"""Panels that a thread computes at a time: of few rows, it should read long runs of memory."""
+
+
+@njit(inline="always")
+def transpose(target: Any, numbers: Any, start: Any, rows: Any, columns: Any) -> None:
+    """target[c PAIR_COLUMNS + r] = numbers[start + r columns + c]."""
+    whole_rows, whole_columns = rows - rows % LANES, columns - columns % LANES
+    for row in range(0, whole_rows, LANES):
+        for column in range(0, whole_columns, LANES):
+            transpose_block(
+                target, column * PAIR_COLUMNS + row, PAIR_COLUMNS, numbers, start + row * columns + column, columns
+            )
+    for row in range(rows):
+        for column in range(whole_columns if row < whole_rows else 0, columns):
+            store(target, column * PAIR_COLUMNS + row, load(numbers, start + row * columns + column))
+
+
+@njit(inline="always")
+def multiply_rows(
+    outputs: Any, place: Any, line: Any, product: Any, row: Any, hidden: Any, weights: Any, panel: Any,
+    span: Any, narrow: Any, factors: Any, rows: Any,
+) -> None:  # fmt: skip
+    """The logits of a panel for `rows` rows from `row` on, a constant."""
+    width, rank = product.width, span.rank
+    start = panel * PAIR_COLUMNS * width
+    if rank:
+        at = (row - span.start) * rank
+        product_tile(outputs, place, line, narrow, at, rank, 1, factors, 0, PAIR_COLUMNS, rank, rows, False)
+        pair_tile(outputs, place, line, hidden, row * width, width, weights, start, width, rows, True)
+    else:
+        pair_tile(outputs, place, line, hidden, row * width, width, weights, start, width, rows, False)
+
+
+@njit(inline="always")
+def multiply_span(
+    outputs: Any, first: Any, line: Any, product: Any, hidden: Any, weights: Any, panel: Any, span: Any, factors: Any
+) -> None:
+    """The logits of a panel for the rows of a span."""
+    words = min(PAIR_COLUMNS, product.words - panel * PAIR_COLUMNS)
+    narrow = pointer(np.float64(span.narrow))
+    if span.rank:
+        b = pointer(np.float64(span.b))
+        transpose(data_of(factors), b, panel * PAIR_COLUMNS * span.rank, words, span.rank)
+    row = span.start
+    while row < span.stop:
+        if row + PAIR_ROWS <= span.stop:
+            multiply_rows(outputs, first + row * line, line, product, row, hidden, weights, panel, span, narrow,
+                          data_of(factors), PAIR_ROWS)  # fmt: skip
+            row += PAIR_ROWS
+        elif row + FEW_ROWS <= span.stop:
+            multiply_rows(outputs, first + row * line, line, product, row, hidden, weights, panel, span, narrow,
+                          data_of(factors), FEW_ROWS)  # fmt: skip
+            row += FEW_ROWS
+        else:
+            multiply_rows(outputs, first + row * line, line, product, row, hidden, weights, panel, span, narrow,
+                          data_of(factors), 1)  # fmt: skip
+            row += 1
+
+
+@cache
+def logits_function() -> Any:
+    """A C function of a pointer to a PRODUCT, which lives as long as this object: fills the logits."""
+
+    @c_function
+    def multiply(argument):
+        product = carray(argument, 1, PRODUCT)[0]
+        rows, words = product.rows, product.words
+        hidden, weights = pointer(product.hidden), pointer(product.weights)
+        logits, spans = (
+            pointer(np.float64(product.logits)),
+            carray(void_pointer(product.span_table), product.spans, SPAN),
+        )
+        factors = np.zeros(product.most_rank * PAIR_COLUMNS, np.float32)
+        rest = np.empty(rows * PAIR_COLUMNS if words % PAIR_COLUMNS else 0, np.float32)
+        panels = (words + PAIR_COLUMNS - 1) // PAIR_COLUMNS
+        start = atomic_next(argument) * PART_PANELS
+        while start < panels:
+            for panel in range(start, min(start + PART_PANELS, panels)):
+                first = panel * PAIR_COLUMNS
+                if first + PAIR_COLUMNS <= words:
+                    for span in spans:
+                        multiply_span(logits, first, words, product, hidden, weights, panel, span, factors)
+                else:
+                    for span in spans:
+                        multiply_span(data_of(rest), 0, PAIR_COLUMNS, product, hidden, weights, panel, span, factors)
+                    for row in range(rows):
+                        copy_row(logits, first + row * words, data_of(rest), row * PAIR_COLUMNS, np.float32(1),
+                                 words - first)  # fmt: skip
+            start = atomic_next(argument) * PART_PANELS
+
+    return multiply

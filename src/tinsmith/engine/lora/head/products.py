@@ -1,0 +1,122 @@
+"""The products of the output head: hidden states with its weights, and what adapters add, in float32.
+
+If the base is bfloat16, both factors are bfloat16 values, whose products float32 represents; all forms add in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinsmith.engine.cpu import openmp
+from tinsmith.engine.lora.matmul import FrozenLinear, pack_float16
+from tinsmith.engine.model import precision
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """What an adapter adds to the products of the rows from start to stop: scale narrow B^T."""
+
+    start: int
+    stop: int
+    narrow: Tensor
+    """float32 [stop - start, rank]: A x."""
+    b: Tensor
+    """float32 [V, rank]."""
+    scale: float
+
+    def add_to(self, products: Tensor) -> None:
+        """products [R, V]."""
+        products[self.start : self.stop].addmm_(self.narrow, self.b.T, alpha=self.scale)
+
+
+class HeadProducts(Protocol):
+    """hidden [R, D] -> float32 [R, V], with the head's bias; additions are of rising rows."""
+
+    def __call__(self, hidden: Tensor, additions: Sequence[Addition] = ()) -> Tensor: ...
+
+
+class Float32Products:
+    """Products with a float32 copy of the weights, on CPUs; those with AMX multiply factors that are bfloat16 values as
+    bfloat16."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._dtype = weight.dtype
+        self._frozen = FrozenLinear(weight.float(), bias)
+        pack_float16([self._frozen])
+        self._frozen.reorder(backward=False)
+
+    def __call__(self, hidden: Tensor, additions: Sequence[Addition] = ()) -> Tensor:
+        """See `HeadProducts`."""
+        bfloat16 = hidden.dtype == self._dtype == torch.bfloat16
+        with precision.bfloat16_products() if bfloat16 else nullcontext():
+            products = self._frozen(hidden.float())
+        for addition in additions:
+            addition.add_to(products)
+        return products
+
+
+class MixedProducts:
+    """Products in the weights' own dtype with a float32 result, on GPUs."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, hidden: Tensor, additions: Sequence[Addition] = ()) -> Tensor:
+        """See `HeadProducts`."""
+        products = torch.mm(hidden, self._weight.T, out_dtype=torch.float32)
+        if self._bias is not None:
+            products.add_(self._bias)
+        for addition in additions:
+            addition.add_to(products)
+        return products
+
+
+class CompiledProducts:
+    """Products by `cpu.logits`, with weights that are laid out for it: without a float32 copy of them, in half of the
+    time."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """`weight` is bfloat16 [V, D], and D even."""
+        from tinsmith.engine.cpu.tiles import PAIR_COLUMNS
+
+        words, width = weight.shape
+        padded = weight.new_zeros(-(-words // PAIR_COLUMNS) * PAIR_COLUMNS, width)
+        padded[:words] = weight
+        self._panels = padded.view(-1, PAIR_COLUMNS, width // 2, 2).transpose(1, 2).contiguous()
+        self._words, self._bias = words, bias
+
+    def __call__(self, hidden: Tensor, additions: Sequence[Addition] = ()) -> Tensor:
+        """See `HeadProducts`."""
+        from tinsmith.engine.cpu import logits
+
+        assert hidden.dtype == self._panels.dtype
+        hidden = hidden.contiguous()
+        products = torch.empty(len(hidden), self._words, device=hidden.device)
+        factors = [(each.narrow * each.scale, each.b.contiguous()) for each in additions]
+        spans = np.array(_spans(len(hidden), additions, factors), logits.SPAN)
+        call = np.zeros(1, logits.PRODUCT)
+        call["rows"], call["width"], call["words"] = *hidden.shape, self._words
+        call["hidden"], call["weights"] = hidden.data_ptr(), self._panels.data_ptr()
+        call["logits"], call["spans"], call["span_table"] = products.data_ptr(), len(spans), spans.ctypes.data
+        call["most_rank"] = spans["rank"].max(initial=0)
+        openmp.run(logits.logits_function(), call.ctypes.data, torch.get_num_threads())
+        return products if self._bias is None else products.add_(self._bias)
+
+
+def _spans(
+    rows: int, additions: Sequence[Addition], factors: Sequence[tuple[Tensor, Tensor]]
+) -> list[tuple[int, int, int, int, int]]:
+    """`logits.SPAN` of all rows."""
+    spans, end = list[tuple[int, int, int, int, int]](), 0
+    for addition, (narrow, b) in zip(additions, factors, strict=True):
+        spans += [(end, addition.start, 0, 0, 0)] * (end < addition.start)
+        spans.append((addition.start, addition.stop, b.shape[1], narrow.data_ptr(), b.data_ptr()))
+        end = addition.stop
+    return [*spans, *[(end, rows, 0, 0, 0)] * (end < rows)]

@@ -1,0 +1,101 @@
+"""The compiled products of the output head against products in float64."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor
+
+from tinsmith.engine.cpu.instructions import has_pair_products
+from tinsmith.engine.lora.head import choice
+from tinsmith.engine.lora.head.products import Addition, CompiledProducts, Float32Products
+
+CPU = torch.device("cpu")
+needs_pairs = pytest.mark.skipif(
+    not has_pair_products(CPU, torch.bfloat16), reason="needs AVX512-BF16, no AMX, and Numba"
+)
+
+
+def additions_of(rows: int, words: int, spans: list[tuple[int, int, int]]) -> list[Addition]:
+    """Additions of (start, stop, rank)."""
+    draw = torch.Generator().manual_seed(rows)
+    return [
+        Addition(start, stop, torch.randn(stop - start, rank, generator=draw),
+                 torch.randn(words, rank, generator=draw), 0.5 + start)
+        for start, stop, rank in spans
+    ]  # fmt: skip
+
+
+def exact(hidden: Tensor, weight: Tensor, additions: list[Addition], bias: Tensor | None) -> Tensor:
+    """The products in float64."""
+    products = hidden.double() @ weight.double().T
+    for each in additions:
+        products[each.start : each.stop] += each.scale * each.narrow.double() @ each.b.double().T
+    return products if bias is None else products + bias.double()
+
+
+@needs_pairs
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("rows", "words", "width", "spans"),
+    [
+        (1, 32, 2, []),
+        (3, 31, 64, [(0, 3, 4)]),
+        (21, 96, 576, [(0, 21, 32)]),
+        (29, 300, 50, [(0, 1, 16), (1, 14, 33), (20, 29, 1)]),
+        (16, 257, 34, [(4, 12, 20)]),
+    ],
+)
+def test_products_are_exact_to_float32(
+    rows: int, words: int, width: int, spans: list[tuple[int, int, int]], threads: int
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    weight, hidden = (torch.randn(count, width, generator=draw).bfloat16() for count in (words, rows))
+    bias, additions = torch.randn(words, generator=draw), additions_of(rows, words, spans)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for own in (None, bias):
+            actual = CompiledProducts(weight, own)(hidden, additions)
+            wanted = exact(hidden, weight, additions, own)
+            torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=1e-5 * width**0.5)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_pairs
+def test_rows_are_alike_however_many_are_computed() -> None:
+    draw = torch.Generator().manual_seed(0)
+    weight, hidden = (torch.randn(count, 64, generator=draw).bfloat16() for count in (500, 23))
+    (addition,) = additions_of(23, 500, [(0, 23, 8)])
+    products = CompiledProducts(weight, None)
+    together = products(hidden, [addition])
+    for row in range(len(hidden)):
+        own = Addition(0, 1, addition.narrow[row : row + 1], addition.b, addition.scale)
+        assert torch.equal(products(hidden[row : row + 1], [own])[0], together[row])
+
+
+@needs_pairs
+def test_rows_that_are_not_contiguous() -> None:
+    draw = torch.Generator().manual_seed(0)
+    weight, wide = torch.randn(40, 64, generator=draw).bfloat16(), torch.randn(5, 128, generator=draw).bfloat16()
+    hidden = wide[:, :64]
+    actual = CompiledProducts(weight, None)(hidden)
+    torch.testing.assert_close(actual.double(), exact(hidden, weight, [], None), rtol=1e-5, atol=1e-4)
+
+
+@needs_pairs
+def test_wrong_products_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    weight = torch.randn(40, 64).bfloat16()
+    assert isinstance(choice.products_of(weight, None), CompiledProducts)
+    monkeypatch.setattr(CompiledProducts, "__call__", lambda self, hidden: torch.zeros(len(hidden), self._words))
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(choice.products_of(weight, None), Float32Products)
+    assert "compiled products of the output head do not work here" in caplog.text
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 64), (torch.bfloat16, 63)])
+def test_other_weights_are_multiplied_by_float32_copies(dtype: torch.dtype, width: int) -> None:
+    assert isinstance(choice.products_of(torch.randn(40, width).to(dtype), None), Float32Products)
