@@ -22,9 +22,12 @@ def compile_ahead(dtype: torch.dtype) -> threading.Thread:
             packed.forward_function(KINDS[dtype] is float)
             packed.backward_function(KINDS[dtype] is float)
             if has_pair_products(torch.device("cpu"), dtype):
-                from tinsmith.engine.cpu import logits
+                from tinsmith.engine.cpu import adapters, logits
 
                 logits.logits_function()
+                adapters.forward_function()
+                adapters.backward_function()
+                adapters.gradient_function()
 
     thread = threading.Thread(target=compile_them, name="compile")
     thread.start()

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from numba import carray, njit  # pyright: ignore[reportAttributeAccessIssue] - it comes by a star
 
+from tinsmith.engine.cpu.pairs import multiply_pairs
 from tinsmith.engine.cpu.primitives import atomic_next, c_function, load, pointer, store, void_pointer
 from tinsmith.engine.cpu.rows import copy_row
-from tinsmith.engine.cpu.tiles import PAIR_COLUMNS, PAIR_ROWS, data_of, pair_tile, product_tile, transpose_block
+from tinsmith.engine.cpu.tiles import PAIR_COLUMNS, PAIR_ROWS, data_of, product_tile, transpose_block
 from tinsmith.engine.cpu.vectors import LANES
 
 PRODUCT = np.dtype(
@@ -42,8 +43,6 @@ SPAN = np.dtype(
     ]
 )
 """Rows with one adapter."""
-FEW_ROWS = PAIR_ROWS // 2
-"""Rows of a smaller tile, for what is left of a span."""
 PART_PANELS = 8
 """Panels that a thread computes at a time: of few rows, it should read long runs of memory."""
 
@@ -63,45 +62,23 @@ def transpose(target: Any, numbers: Any, start: Any, rows: Any, columns: Any) ->
 
 
 @njit(inline="always")
-def multiply_rows(
-    outputs: Any, place: Any, line: Any, product: Any, row: Any, hidden: Any, weights: Any, panel: Any,
-    span: Any, narrow: Any, factors: Any, rows: Any,
-) -> None:  # fmt: skip
-    """The logits of a panel for `rows` rows from `row` on, a constant."""
-    width, rank = product.width, span.rank
-    start = panel * PAIR_COLUMNS * width
-    if rank:
-        at = (row - span.start) * rank
-        product_tile(outputs, place, line, narrow, at, rank, 1, factors, 0, PAIR_COLUMNS, rank, rows, False)
-        pair_tile(outputs, place, line, hidden, row * width, width, weights, start, width, rows, True)
-    else:
-        pair_tile(outputs, place, line, hidden, row * width, width, weights, start, width, rows, False)
-
-
-@njit(inline="always")
 def multiply_span(
     outputs: Any, first: Any, line: Any, product: Any, hidden: Any, weights: Any, panel: Any, span: Any, factors: Any
 ) -> None:
     """The logits of a panel for the rows of a span."""
-    words = min(PAIR_COLUMNS, product.words - panel * PAIR_COLUMNS)
-    narrow = pointer(np.float64(span.narrow))
-    if span.rank:
-        b = pointer(np.float64(span.b))
-        transpose(data_of(factors), b, panel * PAIR_COLUMNS * span.rank, words, span.rank)
-    row = span.start
-    while row < span.stop:
-        if row + PAIR_ROWS <= span.stop:
-            multiply_rows(outputs, first + row * line, line, product, row, hidden, weights, panel, span, narrow,
-                          data_of(factors), PAIR_ROWS)  # fmt: skip
-            row += PAIR_ROWS
-        elif row + FEW_ROWS <= span.stop:
-            multiply_rows(outputs, first + row * line, line, product, row, hidden, weights, panel, span, narrow,
-                          data_of(factors), FEW_ROWS)  # fmt: skip
-            row += FEW_ROWS
-        else:
-            multiply_rows(outputs, first + row * line, line, product, row, hidden, weights, panel, span, narrow,
-                          data_of(factors), 1)  # fmt: skip
-            row += 1
+    width, rank, rows, place = product.width, span.rank, span.stop - span.start, first + span.start * line
+    multiply_pairs(outputs, place, line, hidden, span.start * width, width, 2, weights, panel * PAIR_COLUMNS * width,
+                   width, np.float32(1), rows, False)  # fmt: skip
+    if rank:
+        words = min(PAIR_COLUMNS, product.words - panel * PAIR_COLUMNS)
+        transpose(factors, pointer(np.float64(span.b)), panel * PAIR_COLUMNS * rank, words, rank)
+        narrow, whole = pointer(np.float64(span.narrow)), rows - rows % PAIR_ROWS
+        for row in range(0, whole, PAIR_ROWS):
+            product_tile(outputs, place + row * line, line, narrow, row * rank, rank, 1, factors, 0, PAIR_COLUMNS, rank,
+                         PAIR_ROWS, True)  # fmt: skip
+        for row in range(whole, rows):
+            product_tile(outputs, place + row * line, line, narrow, row * rank, rank, 1, factors, 0, PAIR_COLUMNS, rank,
+                         1, True)  # fmt: skip
 
 
 @cache
@@ -126,10 +103,12 @@ def logits_function() -> Any:
                 first = panel * PAIR_COLUMNS
                 if first + PAIR_COLUMNS <= words:
                     for span in spans:
-                        multiply_span(logits, first, words, product, hidden, weights, panel, span, factors)
+                        multiply_span(logits, first, words, product, hidden, weights, panel, span, data_of(factors))
                 else:
                     for span in spans:
-                        multiply_span(data_of(rest), 0, PAIR_COLUMNS, product, hidden, weights, panel, span, factors)
+                        multiply_span(
+                            data_of(rest), 0, PAIR_COLUMNS, product, hidden, weights, panel, span, data_of(factors)
+                        )
                     for row in range(rows):
                         copy_row(logits, first + row * words, data_of(rest), row * PAIR_COLUMNS, np.float32(1),
                                  words - first)  # fmt: skip

@@ -17,6 +17,7 @@ from tinsmith.engine.cpu.vectors import (
     INT64,
     LANES,
     add_pairs,
+    bits_at,
     broadcast,
     constant,
     fma,
@@ -27,7 +28,9 @@ from tinsmith.engine.cpu.vectors import (
     of_constants,
     pair_at,
     pairs_at,
+    put_bits,
     read,
+    shuffled,
     transposed,
     write,
 )
@@ -97,36 +100,80 @@ def product_tile(
 
 @of_constants
 def pair_tile(
-    context: Any, outputs: Any, place: Any, line: Any, left: Any, first: Any, left_line: Any, right: Any, start: Any,
-    depth: Any, rows: Any, adds: Any,
+    context: Any, outputs: Any, place: Any, line: Any, left: Any, first: Any, left_line: Any, left_step: Any,
+    panel: Any, start: Any, depth: Any, factor: Any, rows: Any, adds: Any,
 ) -> Any:  # fmt: skip
-    """outputs[place + r line + c] = sum over k < `depth`, which is even, of left[first + r left_line + k] times
-    right[start + k / 2, c, k % 2], or plus the sum if it `adds`, of `rows` rows and PAIR_COLUMNS columns. Both factors
-    are bfloat16, the outputs and sums float32."""
+    """outputs[place + r line + c] = `factor` times the sum over k < `depth`, which is even, of left[first + r left_line
+    + k / 2 left_step + k % 2] times panel[start + k / 2, c, k % 2], or plus it if it `adds`, of `rows` rows and
+    PAIR_COLUMNS columns. Both sides are bfloat16, sums are float32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        outputs, place, line, left, first, left_line, right, start, depth, *_ = arguments
+        outputs, place, line, left, first, left_line, left_step, panel, start, depth, factor, *_ = arguments
         lines = [builder.add(place, builder.mul(line, INT64(r))) for r in range(rows.literal_value)]
         flat = [index(builder, own, 16 * v) for own in lines for v in range(PAIR_VECTORS)]
         firsts = [builder.add(first, builder.mul(left_line, INT64(r))) for r in range(rows.literal_value)]
 
         def body(k: Any, sums: Any) -> Any:
-            at = builder.add(start, builder.mul(k, INT64(PAIR_COLUMNS)))
-            vectors = [pairs_at(builder, right, index(builder, at, 32 * v)) for v in range(PAIR_VECTORS)]
-            factors = (pair_at(builder, left, builder.add(own, k)) for own in firsts)
+            at, step = builder.add(start, builder.mul(k, INT64(2 * PAIR_COLUMNS))), builder.mul(k, left_step)
+            vectors = [pairs_at(builder, panel, index(builder, at, 32 * v)) for v in range(PAIR_VECTORS)]
+            factors = (pair_at(builder, left, builder.add(own, step)) for own in firsts)
             pairs = ((factor, vector) for factor in factors for vector in vectors)
             return [add_pairs(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
-        zero = constant(0.0, 16)
-        sums = loop(
-            builder, depth, 2, [read(builder, outputs, at, 16) if adds.literal_value else zero for at in flat], body
-        )
+        sums = loop(builder, builder.ashr(depth, INT64(1)), 1, [constant(0.0, 16)] * len(flat), body)
+        factors = broadcast(builder, factor, 16)
         for at, total in zip(flat, sums, strict=True):
-            write(builder, outputs, at, total)
+            before = read(builder, outputs, at, 16) if adds.literal_value else None
+            result = builder.fmul(total, factors) if before is None else fma(builder, total, factors, before)
+            write(builder, outputs, at, result)
         return context.get_dummy_value()
 
     whole = types.int64
-    return types.void(outputs, whole, whole, left, whole, whole, right, whole, whole, rows, adds), generate
+    return types.void(
+        outputs, whole, whole, left, whole, whole, whole, panel, whole, whole, types.float32, rows, adds
+    ), generate
+
+
+@of_constants
+def pair_rows(context: Any, outputs: Any, place: Any, numbers: Any, start: Any, stride: Any, columns: Any) -> Any:
+    """outputs[place + 2 c + k] = numbers[start + k stride + c] of two rows k of bfloat16 numbers, 16 or 8 columns c."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        outputs, place, numbers, start, stride, _ = arguments
+        count = columns.literal_value
+        rows = [bits_at(builder, numbers, at, count) for at in (start, builder.add(start, stride))]
+        put_bits(
+            builder, outputs, place, shuffled(builder, *rows, [c + count * k for c in range(count) for k in (0, 1)])
+        )
+        return context.get_dummy_value()
+
+    whole = types.int64
+    return types.void(outputs, whole, numbers, whole, whole, columns), generate
+
+
+@of_constants
+def pair_columns(
+    context: Any, outputs: Any, place: Any, numbers: Any, start: Any, stride: Any, columns: Any, depth: Any
+) -> Any:  # fmt: skip
+    """outputs[place + k / 2 2 PAIR_COLUMNS + 2 c + k % 2] = numbers[start + c stride + k] of bfloat16 numbers, for 16
+    columns c, of which those from `columns` on are zeros, and `depth` numbers k: 32, 16 or 8."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        outputs, place, numbers, start, stride, *_ = arguments
+        count = depth.literal_value
+        at = [builder.add(start, builder.mul(stride, INT64(c))) for c in range(columns.literal_value)]
+        rows = [
+            shuffled(builder, *[bits_at(builder, numbers, own, count)] * 2, [k % count for k in range(32)])
+            for own in at
+        ]
+        pairs = [builder.bitcast(row, ir.VectorType(BITS, 16)) for row in rows]
+        pairs += [ir.Constant(ir.VectorType(BITS, 16), [0] * 16)] * (16 - len(pairs))
+        for k, vector in enumerate(transposed(builder, pairs)[: count // 2]):
+            put_bits(builder, outputs, index(builder, place, 2 * PAIR_COLUMNS * k), vector)
+        return context.get_dummy_value()
+
+    whole = types.int64
+    return types.void(outputs, whole, numbers, whole, whole, columns, depth), generate
 
 
 @intrinsic

@@ -119,6 +119,11 @@ def exponential(builder: Any, vector: Any) -> Any:
     return builder.fmul(power, scale)
 
 
+def shuffled(builder: Any, left: Any, right: Any, places: Sequence[int]) -> Any:
+    """The numbers of two vectors at these places of both."""
+    return builder.shuffle_vector(left, right, ir.Constant(_bits(len(places)), list(places)))
+
+
 def transposed(builder: Any, vectors: Sequence[Any]) -> list[Any]:
     """n vectors of n numbers, of which the i-th has the i-th number of each; n is a power of 2."""
     vectors, count = list(vectors), len(vectors)
@@ -128,9 +133,20 @@ def transposed(builder: Any, vectors: Sequence[Any]) -> list[Any]:
             pair = vectors[i], vectors[i + step]
             for vector, shift in ((i, 0), (i + step, step)):
                 sources = [(at & ~step) + shift + (count if at & step else 0) for at in range(count)]
-                vectors[vector] = builder.shuffle_vector(*pair, ir.Constant(_bits(count), sources))
+                vectors[vector] = shuffled(builder, *pair, sources)
         step //= 2
     return vectors
+
+
+def bits_at(builder: Any, pointer: Any, at: Any, count: int) -> Any:
+    """`count` bfloat16 numbers as they are."""
+    vector = ir.VectorType(ir.IntType(16), count)
+    return builder.load(builder.bitcast(builder.gep(pointer, [at]), vector.as_pointer()), align=2)
+
+
+def put_bits(builder: Any, pointer: Any, at: Any, vector: Any) -> None:
+    """Store a vector's bits from a bfloat16 number on."""
+    builder.store(vector, builder.bitcast(builder.gep(pointer, [at]), vector.type.as_pointer()), align=2)
 
 
 def pairs_at(builder: Any, pointer: Any, at: Any) -> Any:

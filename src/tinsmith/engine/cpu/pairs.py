@@ -1,0 +1,106 @@
+"""Matrices of bfloat16 numbers laid out as pairs, and their products with float32 sums.
+
+Two numbers that follow each other in the depth of a product are a pair. The right side of a product is laid out in
+panels of PAIR_COLUMNS columns, each [depth / 2, PAIR_COLUMNS, 2]. The left side has the pairs of each row side by side,
+as in memory, or those of all rows: [depth / 2, rows, 2].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit
+
+from tinsmith.engine.cpu.tiles import PAIR_COLUMNS, PAIR_ROWS, pair_columns, pair_rows, pair_tile
+
+HALF_ROWS = PAIR_ROWS // 2
+"""Rows of a smaller tile, for what is left of a matrix."""
+PANEL_LINE = 2 * PAIR_COLUMNS
+"""Numbers of a panel from one pair to the next."""
+BLOCK = PAIR_COLUMNS // 2
+"""Columns that are laid out together."""
+
+
+@njit(inline="always")
+def even(depth: Any) -> Any:
+    """A depth in whole pairs."""
+    return (depth + 1) // 2 * 2
+
+
+@njit(inline="always")
+def in_panels(columns: Any) -> Any:
+    """A number of columns in whole panels."""
+    return (columns + PAIR_COLUMNS - 1) // PAIR_COLUMNS * PAIR_COLUMNS
+
+
+@njit(inline="always")
+def in_blocks(columns: Any) -> Any:
+    """A number of columns in whole blocks."""
+    return (columns + BLOCK - 1) // BLOCK * BLOCK
+
+
+@njit(inline="always")
+def lay_rows(
+    target: Any, place: Any, line: Any, numbers: Any, start: Any, stride: Any, rows: Any, columns: Any
+) -> None:
+    """target[place + k / 2 line + 2 c + k % 2] = numbers[start + k stride + c] of `rows` rows k, and zeros after an odd
+    number of them; columns are a multiple of 8."""
+    for k in range(0, rows, 2):
+        at, own, c = place + k // 2 * line, start + k * stride, 0
+        following = stride if k + 1 < rows else 0
+        while c + BLOCK <= columns:
+            pair_rows(target, at + 2 * c, numbers, own + c, following, 16)
+            c += BLOCK
+        if c < columns:
+            pair_rows(target, at + 2 * c, numbers, own + c, following, 8)
+        if k + 1 == rows:
+            for c in range(columns):
+                target[at + 2 * c + 1] = 0
+
+
+@njit(inline="always")
+def lay_depth(panel: Any, place: Any, numbers: Any, start: Any, stride: Any, depth: Any, columns: Any) -> None:
+    """A block of columns, of which `columns`, a constant, are not zeros; depth is a multiple of 8."""
+    k = 0
+    while k + 32 <= depth:
+        pair_columns(panel, place + k // 2 * PANEL_LINE, numbers, start + k, stride, columns, 32)
+        k += 32
+    if k + 16 <= depth:
+        pair_columns(panel, place + k // 2 * PANEL_LINE, numbers, start + k, stride, columns, 16)
+        k += 16
+    if k < depth:
+        pair_columns(panel, place + k // 2 * PANEL_LINE, numbers, start + k, stride, columns, 8)
+
+
+@njit(inline="always")
+def lay_columns(panels: Any, column: Any, numbers: Any, start: Any, stride: Any, depth: Any, columns: Any) -> None:
+    """The transposed matrix numbers [columns, depth] in panels [panels, depth / 2, PAIR_COLUMNS, 2] from a column on,
+    which begins a block; `columns` and depth are multiples of 8, and zeros follow to the end of a block."""
+    for c in range(0, columns, BLOCK):
+        at = column + c
+        place = at // PAIR_COLUMNS * PAIR_COLUMNS * depth + 2 * (at % PAIR_COLUMNS)
+        if c + BLOCK <= columns:
+            lay_depth(panels, place, numbers, start + c * stride, stride, depth, 16)
+        else:
+            lay_depth(panels, place, numbers, start + c * stride, stride, depth, 8)
+
+
+@njit(inline="always")
+def multiply_pairs(
+    outputs: Any, place: Any, line: Any, left: Any, first: Any, left_line: Any, left_step: Any,
+    panel: Any, start: Any, depth: Any, factor: Any, rows: Any, adds: Any,
+) -> None:  # fmt: skip
+    """`pair_tile` of any number of rows."""
+    row = 0
+    while row + PAIR_ROWS <= rows:
+        pair_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, panel, start,
+                  depth, factor, PAIR_ROWS, adds)  # fmt: skip
+        row += PAIR_ROWS
+    if row + HALF_ROWS <= rows:
+        pair_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, panel, start,
+                  depth, factor, HALF_ROWS, adds)  # fmt: skip
+        row += HALF_ROWS
+    while row < rows:
+        pair_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, panel, start,
+                  depth, factor, 1, adds)  # fmt: skip
+        row += 1
