@@ -90,7 +90,7 @@ def test_rows_that_are_not_contiguous() -> None:
 def test_wrong_products_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     weight = torch.randn(40, 64).bfloat16()
     assert isinstance(choice.products_of(weight, None), CompiledProducts)
-    monkeypatch.setattr(CompiledProducts, "__call__", lambda self, hidden: torch.zeros(len(hidden), self._words))
+    monkeypatch.setattr(CompiledProducts, "__call__", lambda self, hidden: torch.zeros(len(hidden), len(self._weight)))
     with caplog.at_level(logging.WARNING):
         assert isinstance(choice.products_of(weight, None), Float32Products)
     assert "compiled products of the output head do not work here" in caplog.text

@@ -164,6 +164,40 @@ def test_blocks_of_every_size_match_autograd(length: int, rows: int, per_positio
                 torch.testing.assert_close(sum_of_grads, leaf.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("words", "width", "rank"), [(96, 64, 16), (70, 32, 8), (51, 64, 8), (64, 40, 16), (64, 32, 3)]
+)
+def test_adapters_of_a_bfloat16_head_match_autograd(words: int, width: int, rank: int) -> None:
+    """Adapters in float32, on two of three spans."""
+    draw, length = torch.Generator().manual_seed(0), 45
+    weight = torch.randn(words, width, generator=draw).bfloat16()
+    hidden, adapters = torch.randn(length, width, generator=draw).bfloat16(), list[PlacedAdapter]()
+    leaf = hidden.double().requires_grad_()
+    logits = leaf @ weight.double().T
+    leaves = list[tuple[Tensor, Tensor]]()
+    for start, stop in ((0, 19), (30, 45)):
+        pair = LoraPair(torch.randn(rank, width, generator=draw) / 8, torch.randn(words, rank, generator=draw) / 8)
+        own = pair.a.double().requires_grad_(), pair.b.double().requires_grad_()
+        span = torch.zeros(length, 1, dtype=torch.float64)
+        span[start:stop] = 0.7
+        logits = logits + span * (leaf @ own[0].T @ own[1].T)
+        buffers = LoraPair(torch.zeros(rank, width), torch.zeros(words, rank))
+        adapters.append((AdapterWeights(0.7, {HEAD: pair}, {HEAD: buffers}), start, stop))
+        leaves += [(own[0], buffers.a), (own[1], buffers.b)]
+    targets = PackedTargets(np.arange(length), np.arange(length) % words)
+    logprobs, _ = scores_of(logits, targets)
+    grads = torch.randn(length, generator=draw)
+    (logprobs * grads).sum().backward()
+
+    head = LMHead(weight)
+    scored = head.score(hidden, adapters, targets, np.ones(length, bool))
+    torch.testing.assert_close(scored.logprobs.double(), logprobs.detach(), rtol=1e-5, atol=1e-4)
+    hidden_grad = head.backward(hidden, scored, ScoreGrads(grads)).double()
+    for wanted, actual in ((leaf, hidden_grad), *leaves):
+        assert wanted.grad is not None
+        assert float((actual.double() - wanted.grad).norm() / wanted.grad.norm()) < 1e-2
+
+
 def tenants(
     length: int, width: int, words: int, numbers: np.random.Generator, draw: torch.Generator
 ) -> list[PlacedAdapter]:

@@ -25,6 +25,7 @@ def compile_ahead(dtype: torch.dtype) -> threading.Thread:
                 from tinsmith.engine.cpu import adapters, logits
 
                 logits.logits_function()
+                logits.backward_function()
                 adapters.forward_function()
                 adapters.backward_function()
                 adapters.gradient_function()

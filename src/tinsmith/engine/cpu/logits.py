@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit  # pyright: ignore[reportAttributeAccessIssue] - it comes by a star
 
-from tinsmith.engine.cpu.pairs import multiply_pairs
+from tinsmith.engine.cpu.pairs import PANEL_LINE, lay_rows, multiply_pairs
 from tinsmith.engine.cpu.primitives import atomic_next, c_function, load, pointer, store, void_pointer
 from tinsmith.engine.cpu.rows import copy_row
 from tinsmith.engine.cpu.tiles import PAIR_COLUMNS, PAIR_ROWS, data_of, product_tile, transpose_block
@@ -115,3 +115,48 @@ def logits_function() -> Any:
             start = atomic_next(argument) * PART_PANELS
 
     return multiply
+
+
+BACKWARD = np.dtype(
+    [
+        ("next", "i8"),  # part to compute next, which the threads count up from 0
+        ("rows", "i8"),
+        ("width", "i8"),  # of a hidden state, a multiple of PAIR_COLUMNS
+        ("words", "i8"),  # of the vocabulary, even
+        ("parts", "i8"),  # PARTS
+        ("logit_grads", "i8"),  # address of bfloat16 [rows, words]
+        ("weights", "i8"),  # address of bfloat16 [words, width]
+        ("sums", "i8"),  # address of float32 [parts, rows, width], zeros
+    ]
+)
+"""What the function gets a pointer to."""
+PARTS = 8
+"""Parts of the vocabulary: at most so many threads compute."""
+DEPTH = 256
+"""Words that are multiplied at a time: their weights stay in a core's cache for all rows."""
+
+
+@cache
+def backward_function() -> Any:
+    """A C function of a pointer to a BACKWARD, which lives as long as this object: adds the products of gradients of
+    logits with the weights of each part of the vocabulary."""
+
+    @c_function
+    def multiply_back(argument):
+        call = carray(argument, 1, BACKWARD)[0]
+        rows, width, words = call.rows, call.width, call.words
+        grads, weights, sums = pointer(call.logit_grads), pointer(call.weights), pointer(np.float64(call.sums))
+        panel, chunks = np.empty(DEPTH * PAIR_COLUMNS, np.uint16), (words + DEPTH - 1) // DEPTH
+        part = atomic_next(argument)
+        while part < call.parts:
+            own = part * rows * width
+            for chunk in range(chunks * part // call.parts, chunks * (part + 1) // call.parts):
+                first = chunk * DEPTH
+                depth = min(DEPTH, words - first)
+                for column in range(0, width, PAIR_COLUMNS):
+                    lay_rows(data_of(panel), 0, PANEL_LINE, weights, first * width + column, width, depth, PAIR_COLUMNS)
+                    multiply_pairs(sums, own + column, width, grads, first, words, 2, data_of(panel), 0, depth,
+                                   np.float32(1), rows, True)  # fmt: skip
+            part = atomic_next(argument)
+
+    return multiply_back

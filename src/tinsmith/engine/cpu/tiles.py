@@ -141,10 +141,10 @@ def pair_rows(context: Any, outputs: Any, place: Any, numbers: Any, start: Any, 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         outputs, place, numbers, start, stride, _ = arguments
         count = columns.literal_value
-        rows = [bits_at(builder, numbers, at, count) for at in (start, builder.add(start, stride))]
-        put_bits(
-            builder, outputs, place, shuffled(builder, *rows, [c + count * k for c in range(count) for k in (0, 1)])
-        )
+        first = bits_at(builder, numbers, start, count)
+        second = bits_at(builder, numbers, builder.add(start, stride), count)
+        places = [c + count * k for c in range(count) for k in (0, 1)]
+        put_bits(builder, outputs, place, shuffled(builder, first, second, places))
         return context.get_dummy_value()
 
     whole = types.int64
@@ -162,11 +162,9 @@ def pair_columns(
         outputs, place, numbers, start, stride, *_ = arguments
         count = depth.literal_value
         at = [builder.add(start, builder.mul(stride, INT64(c))) for c in range(columns.literal_value)]
-        rows = [
-            shuffled(builder, *[bits_at(builder, numbers, own, count)] * 2, [k % count for k in range(32)])
-            for own in at
-        ]
-        pairs = [builder.bitcast(row, ir.VectorType(BITS, 16)) for row in rows]
+        rows = [bits_at(builder, numbers, own, count) for own in at]
+        wide = [shuffled(builder, row, row, [k % count for k in range(32)]) for row in rows]
+        pairs = [builder.bitcast(row, ir.VectorType(BITS, 16)) for row in wide]
         pairs += [ir.Constant(ir.VectorType(BITS, 16), [0] * 16)] * (16 - len(pairs))
         for k, vector in enumerate(transposed(builder, pairs)[: count // 2]):
             put_bits(builder, outputs, index(builder, place, 2 * PAIR_COLUMNS * k), vector)

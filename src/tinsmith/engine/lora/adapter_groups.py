@@ -58,11 +58,15 @@ class AdapterSlice:
 
     def forward(self, inputs: Tensor, outputs: Sequence[Tensor], names: Sequence[str]) -> Tensor:
         """Add s B A x to the outputs; returns A x of all projections [positions, projections * rank]."""
-        narrow = linear(self._rows(inputs), self.weights.stacked_a(names))
+        narrow = self.narrow_of(inputs, names)
         pieces = narrow.chunk(len(names), dim=1) if len(names) > 1 else (narrow,)
         for name, output, piece in zip(names, outputs, pieces, strict=True):
             self._rows(output).addmm_(piece, self.weights.pairs[name].b.T, alpha=self.weights.scale)
         return narrow
+
+    def narrow_of(self, inputs: Tensor, names: Sequence[str]) -> Tensor:
+        """A x of all projections [positions, projections * rank]."""
+        return linear(self._rows(inputs), self.weights.stacked_a(names))
 
     def backward(
         self,

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from tinsmith.engine.cpu import openmp
 from tinsmith.engine.cpu.instructions import has_pair_products
-from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair
+from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair, PlacedAdapter
 from tinsmith.engine.lora.adapter_groups import AdapterSlice
 
 log = logging.getLogger(__name__)
@@ -78,6 +78,18 @@ class CompiledSlice(AdapterSlice):
             self._call(adapters.gradient_function, names, sites, inputs=_rows_of(self._rows(inputs)), narrow=narrow,
                        narrow_grads=narrow_grads)  # fmt: skip
 
+    @override
+    def narrow_of(self, inputs: Tensor, names: Sequence[str]) -> Tensor:
+        """As `forward` returns it."""
+        plain = AdapterSlice.narrow_of(self, inputs, names)
+        if not self._has_widths(names):
+            return plain
+        rank = self.weights.pairs[names[0]].a.shape[0]
+        padded = plain.new_zeros(len(plain) + len(plain) % 2, self._line(names))
+        for number, piece in enumerate(plain.split(rank, dim=1)):
+            padded[: len(plain), number * _slot(rank) :][:, :rank] = piece
+        return padded.unflatten(0, (-1, 2)).transpose(1, 2).contiguous()
+
     def _has_widths(self, names: Sequence[str]) -> bool:
         pairs = [self.weights.pairs[name] for name in names]
         return not any(pair.a.shape[1] % MULTIPLE_WIDTH or pair.b.shape[0] % MULTIPLE_WIDTH for pair in pairs)
@@ -85,7 +97,7 @@ class CompiledSlice(AdapterSlice):
     def _line(self, names: Sequence[str]) -> int:
         """`cpu.adapters.ADAPTER`'s line."""
         rank = self.weights.pairs[names[0]].a.shape[0]
-        return -(-len(names) * (-(-rank // 16) * 16) // 32) * 32
+        return -(-len(names) * _slot(rank) // MULTIPLE_WIDTH) * MULTIPLE_WIDTH
 
     def _new_narrow(self, names: Sequence[str], like: Tensor) -> Tensor:
         return like.new_empty((self.stop - self.start + 1) // 2, self._line(names), 2)
@@ -123,6 +135,11 @@ class CompiledSlice(AdapterSlice):
         openmp.run(function(), call.ctypes.data, threads)
 
 
+def _slot(rank: int) -> int:
+    """`cpu.pairs.in_blocks`."""
+    return -(-rank // 16) * 16
+
+
 def _rows_of(tensor: Tensor) -> Tensor:
     """The tensor with the numbers of a row side by side."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
@@ -130,6 +147,12 @@ def _rows_of(tensor: Tensor) -> Tensor:
 
 def _matrix(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.stride(0)
+
+
+def one_adapter(placed: PlacedAdapter, *, compiled: bool) -> AdapterSlice:
+    """An adapter at its positions, computed by compiled functions if these work and fit."""
+    kind = CompiledSlice if compiled and CompiledSlice.fits(placed[0]) else AdapterSlice
+    return kind(*placed)
 
 
 def work_on(device: torch.device, dtype: torch.dtype) -> bool:

@@ -31,7 +31,6 @@ from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.lora import compiled_adapters, grouped_adapters, targets
 from tinsmith.engine.lora.adapter import AdapterLayout, AdapterSite, PlacedAdapter
 from tinsmith.engine.lora.adapter_groups import AdapterBatch, AdapterGroups, AdapterSlice, Padding
-from tinsmith.engine.lora.compiled_adapters import CompiledSlice
 from tinsmith.engine.lora.experts.install import install as install_experts
 from tinsmith.engine.lora.experts.stack import stack_of
 from tinsmith.engine.lora.grouped_adapters import Stacks
@@ -281,16 +280,10 @@ def group_adapters(placed: Sequence[PlacedAdapter], *, compiled: bool = False) -
     for key, neighbours in groupby(placed, key=_batch_key):
         members = list(neighbours)
         if key is None or len(members) < MIN_BATCH_ADAPTERS:
-            slices += [_slice(entry, compiled=compiled) for entry in members]
+            slices += [compiled_adapters.one_adapter(entry, compiled=compiled) for entry in members]
         else:
             batches.append(_adapter_batch(members))
     return [*batches, *slices]
-
-
-def _slice(placed: PlacedAdapter, *, compiled: bool) -> AdapterSlice:
-    weights, start, stop = placed
-    kind = CompiledSlice if compiled and CompiledSlice.fits(weights) else AdapterSlice
-    return kind(weights, start, stop)
 
 
 def _batch_key(placed: PlacedAdapter) -> tuple[object, ...] | None:

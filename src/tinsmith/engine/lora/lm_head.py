@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
+from tinsmith.engine.lora import compiled_adapters
+from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair, PlacedAdapter
 from tinsmith.engine.lora.head.blocks import PackedTargets, ScoreBlock, block_rows, plan_blocks
 from tinsmith.engine.lora.head.choice import products_of, softmax_on
 from tinsmith.engine.lora.head.products import Addition
@@ -67,9 +68,10 @@ class LMHead:
 
     def __init__(self, weight: Tensor, rule: LogitRule = LogitRule(), rows: int | None = None) -> None:  # noqa: B008 - frozen
         """`rows` are the most in a block, by default as many as suit the device."""
-        self._weight, self._rule = weight, rule
+        self._rule = rule
         self.block_rows = rows or block_rows(len(weight), weight.device)
         self._products = products_of(weight, None if rule.bias is None else rule.bias.float())
+        self._compiled = compiled_adapters.work_on(weight.device, weight.dtype)
         self._softmax = softmax_on(weight.device)
 
     def logits(self, hidden: Tensor, weights: AdapterWeights | None) -> Tensor:
@@ -142,8 +144,22 @@ class LMHead:
             elif self._rule.scale != 1:
                 logits_grad *= self._rule.scale
             positions = saved.block.positions
-            hidden_grad[positions] = _hidden_grad(hidden[positions], self._weight, saved.block.placed, logits_grad)
+            hidden_grad[positions] = self._hidden_grad(hidden[positions], saved.block.placed, logits_grad)
         return hidden_grad
+
+    def _hidden_grad(self, hidden: Tensor, placed: Sequence[PlacedAdapter], logits_grad: Tensor) -> Tensor:
+        """A block's d loss / d hidden [R, D]; adds the gradients of its adapters."""
+        result = self._products.backward(logits_grad)
+        for weights, start, stop in placed:
+            if HEAD in weights.pairs:
+                pair, own = weights.pairs[HEAD], [HEAD] if weights.gradients else []
+                rounded = LoraPair(pair.a.to(hidden.dtype), pair.b.to(hidden.dtype))
+                gradients = {name: weights.gradients[name] for name in own}
+                adapter = compiled_adapters.one_adapter(
+                    (AdapterWeights(weights.scale, {HEAD: rounded}, gradients), start, stop), compiled=self._compiled
+                )
+                adapter.backward(result, [logits_grad], [HEAD], hidden, adapter.narrow_of(hidden, [HEAD]))
+        return result
 
 
 def _entropy_of(block: ScoreBlock, scores: TargetScores, grads: ScoreGrads) -> tuple[Tensor, Tensor] | None:
@@ -171,23 +187,6 @@ def _logits_grad(saved: SavedProbs, grads: Tensor, entropy: tuple[Tensor, Tensor
     if entropy_term is not None:
         logits_grad += entropy_term
     return logits_grad.index_put_((block.rows, block.ids), of_logprobs.to(probs.dtype), accumulate=True)
-
-
-def _hidden_grad(hidden: Tensor, weight: Tensor, placed: Sequence[PlacedAdapter], logits_grad: Tensor) -> Tensor:
-    """A block's d loss / d hidden [R, D]; adds the gradients of its adapters."""
-    result = logits_grad @ weight
-    for weights, start, stop in placed:
-        if HEAD not in weights.pairs:
-            continue
-        pair, rows = weights.pairs[HEAD], slice(start, stop)
-        a, b = pair.a.to(hidden.dtype), pair.b.to(hidden.dtype)
-        narrow_grad = b.T @ logits_grad[rows].T  # the long side last, as in `AdapterSlice.backward`
-        result[rows].addmm_(narrow_grad.T, a, alpha=weights.scale)
-        if weights.gradients:
-            buffer, narrow = weights.gradients[HEAD], a @ hidden[rows].T
-            buffer.a.add_(narrow_grad @ hidden[rows], alpha=weights.scale)
-            buffer.b.T.add_(narrow @ logits_grad[rows], alpha=weights.scale)
-    return result
 
 
 def _within(placed: Sequence[PlacedAdapter], start: int, stop: int) -> Iterator[PlacedAdapter]:

@@ -37,9 +37,15 @@ class Addition:
 
 
 class HeadProducts(Protocol):
-    """hidden [R, D] -> float32 [R, V], with the head's bias; additions are of rising rows."""
+    """The products of one head."""
 
-    def __call__(self, hidden: Tensor, additions: Sequence[Addition] = ()) -> Tensor: ...
+    def __call__(self, hidden: Tensor, additions: Sequence[Addition] = ()) -> Tensor:
+        """hidden [R, D] -> float32 [R, V], with the head's bias; additions are of rising rows."""
+        ...
+
+    def backward(self, logits_grad: Tensor) -> Tensor:
+        """logits_grad [R, V] -> hidden grad [R, D], in the base's dtype."""
+        ...
 
 
 class Float32Products:
@@ -47,19 +53,23 @@ class Float32Products:
     bfloat16."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._dtype = weight.dtype
+        self._weight = weight
         self._frozen = FrozenLinear(weight.float(), bias)
         pack_float16([self._frozen])
         self._frozen.reorder(backward=False)
 
     def __call__(self, hidden: Tensor, additions: Sequence[Addition] = ()) -> Tensor:
         """See `HeadProducts`."""
-        bfloat16 = hidden.dtype == self._dtype == torch.bfloat16
+        bfloat16 = hidden.dtype == self._weight.dtype == torch.bfloat16
         with precision.bfloat16_products() if bfloat16 else nullcontext():
             products = self._frozen(hidden.float())
         for addition in additions:
             addition.add_to(products)
         return products
+
+    def backward(self, logits_grad: Tensor) -> Tensor:
+        """See `HeadProducts`."""
+        return logits_grad @ self._weight
 
 
 class MixedProducts:
@@ -77,10 +87,14 @@ class MixedProducts:
             addition.add_to(products)
         return products
 
+    def backward(self, logits_grad: Tensor) -> Tensor:
+        """See `HeadProducts`."""
+        return logits_grad @ self._weight
+
 
 class CompiledProducts:
-    """Products by `cpu.logits`, with weights that are laid out for it: without a float32 copy of them, in half of the
-    time."""
+    """Products by `cpu.logits`, forward with weights that are laid out for it: without a float32 copy of them, in half
+    of the time."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """`weight` is bfloat16 [V, D], and D even."""
@@ -90,7 +104,7 @@ class CompiledProducts:
         padded = weight.new_zeros(-(-words // PAIR_COLUMNS) * PAIR_COLUMNS, width)
         padded[:words] = weight
         self._panels = padded.view(-1, PAIR_COLUMNS, width // 2, 2).transpose(1, 2).contiguous()
-        self._words, self._bias = words, bias
+        self._weight, self._bias = weight, bias
 
     def __call__(self, hidden: Tensor, additions: Sequence[Addition] = ()) -> Tensor:
         """See `HeadProducts`."""
@@ -98,16 +112,33 @@ class CompiledProducts:
 
         assert hidden.dtype == self._panels.dtype
         hidden = hidden.contiguous()
-        products = torch.empty(len(hidden), self._words, device=hidden.device)
+        words = len(self._weight)
+        products = torch.empty(len(hidden), words, device=hidden.device)
         factors = [(each.narrow * each.scale, each.b.contiguous()) for each in additions]
         spans = np.array(_spans(len(hidden), additions, factors), logits.SPAN)
         call = np.zeros(1, logits.PRODUCT)
-        call["rows"], call["width"], call["words"] = *hidden.shape, self._words
+        call["rows"], call["width"], call["words"] = *hidden.shape, words
         call["hidden"], call["weights"] = hidden.data_ptr(), self._panels.data_ptr()
         call["logits"], call["spans"], call["span_table"] = products.data_ptr(), len(spans), spans.ctypes.data
         call["most_rank"] = spans["rank"].max(initial=0)
         openmp.run(logits.logits_function(), call.ctypes.data, torch.get_num_threads())
         return products if self._bias is None else products.add_(self._bias)
+
+    def backward(self, logits_grad: Tensor) -> Tensor:
+        """See `HeadProducts`. Each part of the vocabulary has sums of its own, so that the result does not depend on
+        which thread is first."""
+        from tinsmith.engine.cpu import logits
+
+        words, width = self._weight.shape
+        if words % 2 or width % logits.PAIR_COLUMNS:
+            return logits_grad @ self._weight
+        logits_grad, weight = logits_grad.contiguous(), self._weight.contiguous()
+        sums = torch.zeros(logits.PARTS, len(logits_grad), width, device=logits_grad.device)
+        call = np.zeros(1, logits.BACKWARD)
+        call["rows"], call["width"], call["words"], call["parts"] = len(logits_grad), width, words, len(sums)
+        call["logit_grads"], call["weights"], call["sums"] = logits_grad.data_ptr(), weight.data_ptr(), sums.data_ptr()
+        openmp.run(logits.backward_function(), call.ctypes.data, torch.get_num_threads())
+        return sums.sum(0).to(self._weight.dtype)
 
 
 def _spans(
