@@ -102,14 +102,16 @@ def forward_function() -> Any:
             rows = min(BLOCK_ROWS, call.rows - first)
             for column in range(0, line, PAIR_COLUMNS):
                 multiply_pairs(data_of(narrow), column, line, inputs, first * call.input_line, call.input_line, 2,
-                               data_of(a_panels), column * width, width, np.float32(1), rows, False)  # fmt: skip
+                               data_of(a_panels), column * width, PANEL_LINE, width, np.float32(1), rows,
+                               False)  # fmt: skip
             at = 0
             for number in range(call.sites):
                 site = sites[number]
                 outputs, start = pointer(site.outputs), first * site.output_line
                 for column in range(0, site.columns, PAIR_COLUMNS):
                     multiply_pairs(outputs, start + column, site.output_line, data_of(narrow), number * slot, line, 2,
-                                   data_of(b_panels), (at + column) * rank, rank, scale, rows, True)  # fmt: skip
+                                   data_of(b_panels), (at + column) * rank, PANEL_LINE, rank, scale, rows,
+                                   True)  # fmt: skip
                 at += site.columns
             if call.narrow:
                 lay_rows(kept, first * line, 2 * line, data_of(narrow), 0, line, rows, line)
@@ -155,13 +157,13 @@ def backward_function() -> Any:
                 grads, start = pointer(site.outputs), first * site.output_line
                 for column in range(0, rank, PAIR_COLUMNS):
                     multiply_pairs(data_of(narrow_grads), number * slot + column, line, grads, start, site.output_line,
-                                   2, data_of(b_panels), at + column * site.columns, site.columns, np.float32(1), rows,
-                                   False)  # fmt: skip
+                                   2, data_of(b_panels), at + column * site.columns, PANEL_LINE, site.columns,
+                                   np.float32(1), rows, False)  # fmt: skip
                 at += site.columns * panel_columns
             start = first * call.input_grad_line
             for column in range(0, width, PAIR_COLUMNS):
                 multiply_pairs(input_grads, start + column, call.input_grad_line, data_of(narrow_grads), 0, line, 2,
-                               data_of(a_panels), column * depth, depth, scale, rows, True)  # fmt: skip
+                               data_of(a_panels), column * depth, PANEL_LINE, depth, scale, rows, True)  # fmt: skip
             if call.narrow_grads:
                 lay_rows(kept, first * call.line, 2 * call.line, data_of(narrow_grads), 0, line, rows, depth)
             block = atomic_next(argument)
@@ -199,7 +201,7 @@ def gradient_function() -> Any:
                 for number in range(call.sites):
                     a_grads = pointer(np.float64(sites[number].a_grads))
                     multiply_pairs(a_grads, column, width, narrow_grads, 2 * number * slot, 2, 2 * line, data_of(panel),
-                                   0, depth, scale, rank, True)  # fmt: skip
+                                   0, PANEL_LINE, depth, scale, rank, True)  # fmt: skip
             else:
                 own, number = column - width, 0
                 while own >= sites[number].columns:
@@ -210,7 +212,7 @@ def gradient_function() -> Any:
                     data_of(panel), 0, PANEL_LINE, pointer(site.outputs), own, site.output_line, rows, PAIR_COLUMNS
                 )
                 multiply_pairs(data_of(sums), 0, PAIR_COLUMNS, narrow, 2 * number * slot, 2, 2 * line, data_of(panel),
-                               0, depth, scale, rank, False)  # fmt: skip
+                               0, PANEL_LINE, depth, scale, rank, False)  # fmt: skip
                 add_transposed(pointer(np.float64(site.b_grads)), own * rank, data_of(sums), data_of(scratch), rank)
             column = atomic_next(argument) * PAIR_COLUMNS
 

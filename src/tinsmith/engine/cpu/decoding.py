@@ -142,7 +142,7 @@ def attention_function(is_float32: bool, group: int, key_width: int, value_width
             end = unseen + (total - unseen + LINE - 1) // LINE * LINE
             for g in range(group):
                 fill(data_of(scores), g * step.line + total, g * step.line + end, np.float32(-np.inf))
-                softmax_row(data_of(scores), g * step.line + unseen, end - unseen, queries)
+                softmax_row(data_of(scores), g * step.line + unseen, end - unseen, queries, data_of(scores))
             output[:] = 0
             before = 0
             for part in row:

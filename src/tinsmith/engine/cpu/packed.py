@@ -2,7 +2,8 @@
 
 A call is some consecutive queries and the runs of keys that they see, the last of which are masked. A key head of a
 call is computed at once: its keys and values are copied as float32, laid out for products, and its queries follow in
-blocks. Scores and probabilities are rounded to the dtype, as products round them; gradients are float32 inside.
+blocks. Scores and probabilities are rounded to the dtype, as products round them; gradients are float32 inside. Where
+the processor multiplies pairs of bfloat16 numbers, factors that are bfloat16 values are laid out as such (`pairs`).
 
 Each query head's row of a query is one row of its block, those that share a key head side by side.
 """
@@ -13,11 +14,30 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray, njit  # pyright: ignore[reportAttributeAccessIssue] - it comes by a star
+from numba import carray, njit, types  # pyright: ignore[reportAttributeAccessIssue] - they come by a star
+from numba.extending import overload
 
+from tinsmith.engine.cpu.pairs import BLOCK, PANEL_LINE, even, lay_depth, lay_rows
 from tinsmith.engine.cpu.primitives import atomic_next, c_function, load, pointer, store, void_pointer
-from tinsmith.engine.cpu.rows import add_row, copy_row, fill, mask_row, softmax_backward_row, softmax_row
-from tinsmith.engine.cpu.tiles import TILE_COLUMNS, TILE_ROWS, data_of, product_tile
+from tinsmith.engine.cpu.rows import (
+    add_row,
+    copy_row,
+    fill,
+    mask_row,
+    pair_float_rows,
+    softmax_backward_row,
+    softmax_row,
+)
+from tinsmith.engine.cpu.tiles import (
+    PAIR_COLUMNS,
+    PAIR_ROWS,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    data_of,
+    pair_tile,
+    product_tile,
+)
+from tinsmith.engine.cpu.vectors import HAS_PAIRS
 
 MATRIX = np.dtype([("data", "i8"), ("head", "i8"), ("token", "i8")])
 """Address of numbers [heads, tokens, width], and numbers from one head and token to the next."""
@@ -85,21 +105,72 @@ def padded(count: Any) -> Any:
 
 
 @njit(inline="always")
-def read_keys(target: Any, at: Any, line: Any, numbers: Any, matrix: Any, head: Any, run: Any, width: Any) -> None:
-    """Read a run of keys or values as rows from `at` on of target [keys, line]."""
-    start = head * matrix.head + run.start * matrix.token
-    for row in range(run.count):
-        copy_row(target, (at + row) * line, numbers, start + row * matrix.token, np.float32(1), width)
+def lay_run_of_rows(
+    target: Any, at: Any, line: Any, numbers: Any, matrix: Any, head: Any, run: Any, width: Any
+) -> None:
+    """Read a run as rows from `at` on of a target [keys / 2, line, 2], and zeros after an odd number of keys."""
+    start, row = head * matrix.head + run.start * matrix.token, at % 2
+    if row and run.count:
+        for i in range(width):
+            target[at // 2 * 2 * line + 2 * i + 1] = numbers[start + i]
+    lay_rows(target, (at + row) // 2 * 2 * line, 2 * line, numbers, start + row * matrix.token, matrix.token,
+             run.count - row, width)  # fmt: skip
 
 
 @njit(inline="always")
-def read_as_columns(target: Any, at: Any, numbers: Any, matrix: Any, head: Any, run: Any, width: Any) -> None:
-    """Read a run of keys or values as columns from `at` on of target [tiles, width, TILE_COLUMNS]."""
-    start = head * matrix.head + run.start * matrix.token
-    for row in range(run.count):
-        column = (at + row) // TILE_COLUMNS * TILE_COLUMNS * width + (at + row) % TILE_COLUMNS
-        for i in range(width):
-            store(target, column + i * TILE_COLUMNS, load(numbers, start + row * matrix.token + i))
+def lay_run_of_columns(target: Any, at: Any, numbers: Any, matrix: Any, head: Any, run: Any, width: Any) -> None:
+    """Read a run as columns from `at` on of panels [panels, width / 2, PAIR_COLUMNS, 2]."""
+    start, row = head * matrix.head + run.start * matrix.token, 0
+    while row < run.count:
+        key, own = at + row, start + row * matrix.token
+        place = key // PAIR_COLUMNS * PAIR_COLUMNS * even(width) + 2 * (key % PAIR_COLUMNS)
+        if key % BLOCK == 0 and row + BLOCK <= run.count and width % 8 == 0:
+            lay_depth(target, place, numbers, own, matrix.token, width, 16)
+            row += BLOCK
+        else:
+            for i in range(width):
+                target[place + i // 2 * PANEL_LINE + i % 2] = numbers[own + i]
+            if width % 2:
+                target[place + width // 2 * PANEL_LINE + 1] = 0
+            row += 1
+
+
+def read_rows(target: Any, at: Any, line: Any, numbers: Any, matrix: Any, head: Any, run: Any, width: Any) -> None:
+    """Read a run of keys or values as rows from `at` on of a target of `line` columns: float32 [keys, line], or pairs
+    of rows in panels."""
+
+
+@overload(read_rows)
+def _read_rows(target, at, line, numbers, matrix, head, run, width):
+    def whole(target, at, line, numbers, matrix, head, run, width):
+        start = head * matrix.head + run.start * matrix.token
+        for row in range(run.count):
+            copy_row(target, (at + row) * line, numbers, start + row * matrix.token, np.float32(1), width)
+
+    def in_pairs(target, at, line, numbers, matrix, head, run, width):
+        lay_run_of_rows(target, at, line, numbers, matrix, head, run, width)
+
+    return in_pairs if target.dtype == types.uint16 else whole
+
+
+def read_columns(target: Any, at: Any, numbers: Any, matrix: Any, head: Any, run: Any, width: Any) -> None:
+    """Read a run of keys or values as columns from `at` on of a target, in tiles: float32 [tiles, even(width),
+    TILE_COLUMNS], or in panels of pairs."""
+
+
+@overload(read_columns)
+def _read_columns(target, at, numbers, matrix, head, run, width):
+    def whole(target, at, numbers, matrix, head, run, width):
+        start = head * matrix.head + run.start * matrix.token
+        for row in range(run.count):
+            column = (at + row) // TILE_COLUMNS * TILE_COLUMNS * even(width) + (at + row) % TILE_COLUMNS
+            for i in range(width):
+                store(target, column + i * TILE_COLUMNS, load(numbers, start + row * matrix.token + i))
+
+    def in_pairs(target, at, numbers, matrix, head, run, width):
+        lay_run_of_columns(target, at, numbers, matrix, head, run, width)
+
+    return in_pairs if target.dtype == types.uint16 else whole
 
 
 @njit(inline="always")
@@ -151,17 +222,61 @@ def multiply(
 
 
 @njit(inline="always")
+def multiply_in_pairs(
+    outputs: Any, line: Any, left: Any, left_line: Any, left_step: Any, right: Any, tile_step: Any, right_line: Any,
+    depth: Any, rows: Any, columns: Any, adds: Any,
+) -> None:  # fmt: skip
+    """The same of bfloat16 numbers in pairs."""
+    for tile in range(columns // PAIR_COLUMNS):
+        for row in range(0, rows, PAIR_ROWS):
+            pair_tile(outputs, row * line + tile * PAIR_COLUMNS, line, left, row * left_line, left_line, left_step,
+                      right, tile * tile_step, right_line, even(depth), np.float32(1), PAIR_ROWS, adds)  # fmt: skip
+
+
 def multiply_by_columns(
     outputs: Any, line: Any, left: Any, left_line: Any, columns: Any, width: Any, rows: Any, count: Any
 ) -> None:
     """outputs [rows, count] = left [rows, width] columns, which are in tiles."""
-    multiply(outputs, line, left, left_line, 1, columns, width * TILE_COLUMNS, TILE_COLUMNS, width, rows, count, False)
 
 
-@njit(inline="always")
+@overload(multiply_by_columns)
+def _multiply_by_columns(outputs, line, left, left_line, columns, width, rows, count):
+    def whole(outputs, line, left, left_line, columns, width, rows, count):
+        multiply(
+            outputs,
+            line,
+            left,
+            left_line,
+            1,
+            columns,
+            even(width) * TILE_COLUMNS,
+            TILE_COLUMNS,
+            width,
+            rows,
+            count,
+            False,
+        )
+
+    def in_pairs(outputs, line, left, left_line, columns, width, rows, count):
+        multiply_in_pairs(outputs, line, left, left_line, 2, columns, even(width) * PAIR_COLUMNS, PANEL_LINE, width,
+                          rows, count, False)  # fmt: skip
+
+    return in_pairs if columns.dtype == types.uint16 else whole
+
+
 def multiply_by_rows(outputs: Any, line: Any, left: Any, left_line: Any, keys: Any, seen: Any, rows: Any) -> None:
     """outputs [rows, line] = left [rows, seen] keys [seen, line]."""
-    multiply(outputs, line, left, left_line, 1, keys, TILE_COLUMNS, line, seen, rows, line, False)
+
+
+@overload(multiply_by_rows)
+def _multiply_by_rows(outputs, line, left, left_line, keys, seen, rows):
+    def whole(outputs, line, left, left_line, keys, seen, rows):
+        multiply(outputs, line, left, left_line, 1, keys, TILE_COLUMNS, line, seen, rows, line, False)
+
+    def in_pairs(outputs, line, left, left_line, keys, seen, rows):
+        multiply_in_pairs(outputs, line, left, left_line, 2, keys, PANEL_LINE, 2 * line, seen, rows, line, False)
+
+    return in_pairs if keys.dtype == types.uint16 else whole
 
 
 @njit(inline="always")
@@ -170,18 +285,41 @@ def add_transposed(sums: Any, line: Any, left: Any, left_line: Any, block: Any, 
     multiply(sums, line, left, 1, left_line, block, TILE_COLUMNS, line, rows, count, line, True)
 
 
+def add_value_sums(
+    sums: Any, line: Any, probs: Any, probs_line: Any, block: Any, rows: Any, count: Any, left: Any, right: Any
+) -> None:
+    """`add_transposed` of probabilities and gradients of outputs; `left` and `right` have room for both in pairs."""
+
+
+@overload(add_value_sums)
+def _add_value_sums(sums, line, probs, probs_line, block, rows, count, left, right):
+    def whole(sums, line, probs, probs_line, block, rows, count, left, right):
+        add_transposed(sums, line, probs, probs_line, block, rows, count)
+
+    def in_pairs(sums, line, probs, probs_line, block, rows, count, left, right):
+        if rows % 2:
+            fill(probs, rows * probs_line, rows * probs_line + count, np.float32(0))
+        for row in range(0, rows, 2):
+            pair_float_rows(left, row * probs_line, probs, row * probs_line, (row + 1) * probs_line, count)
+        lay_rows(right, 0, 2 * line, block, 0, line, rows, line)
+        multiply_in_pairs(sums, line, left, 2, 2 * probs_line, right, PANEL_LINE, 2 * line, rows, count, line, True)
+
+    return in_pairs if block.dtype == types.uint16 else whole
+
+
 @njit(inline="always")
 def seen_by(block: Any) -> Any:
-    """Keys up to the last that any of a block's rows sees."""
+    """Keys up to the last that any of a block's rows sees, and these in whole tiles."""
     seen, most = carray(void_pointer(block.call.seen), block.call.count, np.int64), 0
     for query in range(block.row // block.group, (block.row + block.rows - 1) // block.group + 1):
         most = max(most, seen[query])
-    return most
+    return most, padded(most)
 
 
 @njit(inline="always")
-def to_probabilities(scores: Any, line: Any, block: Any, columns: Any, like: Any) -> None:
-    """A block's scores to probabilities, 0 after what is seen and for a tile of rows more."""
+def to_probabilities(scores: Any, line: Any, block: Any, columns: Any, like: Any, probs: Any) -> None:
+    """A block's scores to probabilities, which may be in their place, 0 after what is seen and for a tile of rows
+    more."""
     call = block.call
     seen = carray(void_pointer(call.seen), call.count, np.int64)
     visible = data_of(carray(void_pointer(call.visible), call.count * call.masked, np.uint8))
@@ -191,8 +329,8 @@ def to_probabilities(scores: Any, line: Any, block: Any, columns: Any, like: Any
         count = max(0, seen[query] - unmasked)
         mask_row(scores, r * line + unmasked, visible, query * call.masked, count)
         fill(scores, r * line + seen[query], r * line + columns, np.float32(-np.inf))
-        softmax_row(scores, r * line, columns, like)
-        fill(scores, r * line + columns, r * line + columns + TILE_ROWS, np.float32(0))
+        softmax_row(scores, r * line, columns, like, probs)
+        fill(probs, r * line + columns, r * line + columns + TILE_ROWS, np.float32(0))
 
 
 @njit(inline="always")
@@ -224,10 +362,16 @@ def tables_of(whole: Any) -> Any:
     )
 
 
+def _kinds(is_float32: bool) -> tuple[type[Any], type[Any]]:
+    """What the addresses of numbers are made, and the numbers that products read: bfloat16 in pairs where the processor
+    multiplies these."""
+    return (np.float64 if is_float32 else np.int64), (np.uint16 if HAS_PAIRS and not is_float32 else np.float32)
+
+
 @cache
 def forward_function(is_float32: bool) -> Any:
     """A C function of a pointer to a PASS, which lives as long as this object: fills the outputs."""
-    number = np.float64 if is_float32 else np.int64
+    number, kept = _kinds(is_float32)
 
     @c_function
     def attend(argument):
@@ -236,9 +380,9 @@ def forward_function(is_float32: bool) -> Any:
         queries, outputs = pointer(number(whole.queries.data)), pointer(number(whole.outputs.data))
         group, width, value_width = whole.group, whole.key_width, whole.value_width
         value_line, line = padded(value_width), padded(whole.keys_at_most) + TILE_COLUMNS
-        key_columns, value_rows = np.empty(line * width, np.float32), np.empty(line * value_line, np.float32)
-        query, output = np.zeros(BLOCK_ROWS * width, np.float32), np.zeros(BLOCK_ROWS * value_line, np.float32)
-        probs = np.zeros(BLOCK_ROWS * line, np.float32)
+        key_columns, value_rows = np.empty(line * even(width), kept), np.empty(line * value_line, kept)
+        query, output = np.zeros(BLOCK_ROWS * even(width), kept), np.zeros(BLOCK_ROWS * value_line, np.float32)
+        scores, probs = np.zeros(BLOCK_ROWS * line, np.float32), np.zeros(BLOCK_ROWS * line, kept)
         part = atomic_next(argument)
         while part < whole.parts:
             for item in range(bounds[part], bounds[part + 1]):
@@ -246,17 +390,16 @@ def forward_function(is_float32: bool) -> Any:
                 for run in runs[call.first_run : call.first_run + call.runs]:
                     source = sources[run.source]
                     keys, values = pointer(number(source.keys.data)), pointer(number(source.values.data))
-                    read_as_columns(data_of(key_columns), at, keys, source.keys, head, run, width)
-                    read_keys(data_of(value_rows), at, value_line, values, source.values, head, run, value_width)
+                    read_columns(data_of(key_columns), at, keys, source.keys, head, run, width)
+                    read_rows(data_of(value_rows), at, value_line, values, source.values, head, run, value_width)
                     at += run.count
                 for row in range(0, call.count * group, BLOCK_ROWS):
                     block = Block(call, head, group, row, min(BLOCK_ROWS, call.count * group - row))
-                    rows, seen = block.rows, seen_by(block)
-                    count = padded(seen)
-                    read_block(data_of(query), width, queries, whole.queries, block, whole.scale, width)
-                    multiply_by_columns(data_of(probs), line, data_of(query), width, data_of(key_columns), width, rows,
-                                        count)  # fmt: skip
-                    to_probabilities(data_of(probs), line, block, count, queries)
+                    rows, (seen, count) = block.rows, seen_by(block)
+                    read_block(data_of(query), even(width), queries, whole.queries, block, whole.scale, width)
+                    multiply_by_columns(data_of(scores), line, data_of(query), even(width), data_of(key_columns), width,
+                                        rows, count)  # fmt: skip
+                    to_probabilities(data_of(scores), line, block, count, queries, data_of(probs))
                     multiply_by_rows(data_of(output), value_line, data_of(probs), line, data_of(value_rows), seen, rows)
                     write_block(outputs, whole.outputs, block, data_of(output), value_line, 1, value_width)
             part = atomic_next(argument)
@@ -268,7 +411,7 @@ def forward_function(is_float32: bool) -> Any:
 def backward_function(is_float32: bool) -> Any:
     """A C function of a pointer to a PASS, which lives as long as this object: fills the gradients of queries, and adds
     to those of keys and values."""
-    number = np.float64 if is_float32 else np.int64
+    number, kept = _kinds(is_float32)
 
     @c_function
     def attend_backward(argument):
@@ -280,33 +423,33 @@ def backward_function(is_float32: bool) -> Any:
         key_grads, value_grads = pointer(np.float64(whole.key_grads.data)), pointer(np.float64(whole.value_grads.data))
         group, width, value_width = whole.group, whole.key_width, whole.value_width
         key_line, value_line, line = padded(width), padded(value_width), padded(whole.keys_at_most) + TILE_COLUMNS
-        key_columns, value_columns = np.empty(line * width, np.float32), np.empty(line * value_width, np.float32)
+        key_columns, value_columns = np.empty(line * even(width), kept), np.empty(line * even(value_width), kept)
         key_rows, key_sums = np.zeros(line * key_line, np.float32), np.empty(line * key_line, np.float32)
-        value_sums, output_grad = np.empty(line * value_line, np.float32), np.zeros(BLOCK_ROWS * value_line, np.float32)
-        query, query_grad = np.zeros(BLOCK_ROWS * key_line, np.float32), np.zeros(BLOCK_ROWS * key_line, np.float32)
-        probs, grads = np.zeros(BLOCK_ROWS * line, np.float32), np.zeros(BLOCK_ROWS * line, np.float32)
+        value_sums, output_grad = np.empty(line * value_line, np.float32), np.zeros(BLOCK_ROWS * value_line, kept)
+        query, query_grad = np.zeros(BLOCK_ROWS * key_line, kept), np.zeros(BLOCK_ROWS * key_line, np.float32)
+        probs, probs_pairs = np.zeros(BLOCK_ROWS * line, np.float32), np.zeros(BLOCK_ROWS * line, np.uint16)
+        grads, grads_pairs = np.zeros(BLOCK_ROWS * line, np.float32), np.zeros(BLOCK_ROWS * value_line, np.uint16)
         part = atomic_next(argument)
         while part < whole.parts:
             for item in range(bounds[part], bounds[part + 1]):
                 call, head, at = calls[item % whole.calls], item // whole.calls, 0
-                clear(data_of(value_columns), value_width, data_of(key_sums), key_line, data_of(value_sums), value_line,
-                      padded(call.keys))  # fmt: skip
+                clear(data_of(value_columns), even(value_width), data_of(key_sums), key_line, data_of(value_sums),
+                      value_line, padded(call.keys))  # fmt: skip
                 for run in runs[call.first_run : call.first_run + call.runs]:
-                    read_as_columns(data_of(key_columns), at, keys, source.keys, head, run, width)
-                    read_keys(data_of(key_rows), at, key_line, keys, source.keys, head, run, width)
-                    read_as_columns(data_of(value_columns), at, values, source.values, head, run, value_width)
+                    read_columns(data_of(key_columns), at, keys, source.keys, head, run, width)
+                    read_rows(data_of(key_rows), at, key_line, keys, source.keys, head, run, width)
+                    read_columns(data_of(value_columns), at, values, source.values, head, run, value_width)
                     at += run.count
                 for row in range(0, call.count * group, BLOCK_ROWS):
                     block = Block(call, head, group, row, min(BLOCK_ROWS, call.count * group - row))
-                    rows, seen = block.rows, seen_by(block)
-                    count = padded(seen)
+                    rows, (seen, count) = block.rows, seen_by(block)
                     read_block(data_of(query), key_line, queries, whole.queries, block, whole.scale, width)
                     read_block(
                         data_of(output_grad), value_line, output_grads, whole.output_grads, block, 1, value_width
                     )
                     multiply_by_columns(data_of(probs), line, data_of(query), key_line, data_of(key_columns), width,
                                         rows, count)  # fmt: skip
-                    to_probabilities(data_of(probs), line, block, count, queries)
+                    to_probabilities(data_of(probs), line, block, count, queries, data_of(probs))
                     multiply_by_columns(data_of(grads), line, data_of(output_grad), value_line, data_of(value_columns),
                                         value_width, rows, count)  # fmt: skip
                     to_score_grads(data_of(grads), line, data_of(probs), rows, count)
@@ -315,8 +458,8 @@ def backward_function(is_float32: bool) -> Any:
                         query_grads, whole.query_grads, block, data_of(query_grad), key_line, whole.scale, width
                     )
                     add_transposed(data_of(key_sums), key_line, data_of(grads), line, data_of(query), rows, count)
-                    add_transposed(data_of(value_sums), value_line, data_of(probs), line, data_of(output_grad), rows,
-                                   count)  # fmt: skip
+                    add_value_sums(data_of(value_sums), value_line, data_of(probs), line, data_of(output_grad), rows,
+                                   count, data_of(probs_pairs), data_of(grads_pairs))  # fmt: skip
                 add_to_keys(key_grads, whole.key_grads, part * whole.key_grads_part, call, runs, head,
                             data_of(key_sums), key_line, width)  # fmt: skip
                 add_to_keys(value_grads, whole.value_grads, part * whole.value_grads_part, call, runs, head,

@@ -44,15 +44,19 @@ def lay_rows(
     target: Any, place: Any, line: Any, numbers: Any, start: Any, stride: Any, rows: Any, columns: Any
 ) -> None:
     """target[place + k / 2 line + 2 c + k % 2] = numbers[start + k stride + c] of `rows` rows k, and zeros after an odd
-    number of them; columns are a multiple of 8."""
+    number of them."""
     for k in range(0, rows, 2):
         at, own, c = place + k // 2 * line, start + k * stride, 0
         following = stride if k + 1 < rows else 0
         while c + BLOCK <= columns:
             pair_rows(target, at + 2 * c, numbers, own + c, following, 16)
             c += BLOCK
-        if c < columns:
+        if c + 8 <= columns:
             pair_rows(target, at + 2 * c, numbers, own + c, following, 8)
+            c += 8
+        for rest in range(c, columns):
+            target[at + 2 * rest] = numbers[own + rest]
+            target[at + 2 * rest + 1] = numbers[own + following + rest]
         if k + 1 == rows:
             for c in range(columns):
                 target[at + 2 * c + 1] = 0
@@ -88,19 +92,19 @@ def lay_columns(panels: Any, column: Any, numbers: Any, start: Any, stride: Any,
 @njit(inline="always")
 def multiply_pairs(
     outputs: Any, place: Any, line: Any, left: Any, first: Any, left_line: Any, left_step: Any,
-    panel: Any, start: Any, depth: Any, factor: Any, rows: Any, adds: Any,
+    right: Any, start: Any, right_line: Any, depth: Any, factor: Any, rows: Any, adds: Any,
 ) -> None:  # fmt: skip
     """`pair_tile` of any number of rows."""
     row = 0
     while row + PAIR_ROWS <= rows:
-        pair_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, panel, start,
-                  depth, factor, PAIR_ROWS, adds)  # fmt: skip
+        pair_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right, start,
+                  right_line, depth, factor, PAIR_ROWS, adds)  # fmt: skip
         row += PAIR_ROWS
     if row + HALF_ROWS <= rows:
-        pair_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, panel, start,
-                  depth, factor, HALF_ROWS, adds)  # fmt: skip
+        pair_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right, start,
+                  right_line, depth, factor, HALF_ROWS, adds)  # fmt: skip
         row += HALF_ROWS
     while row < rows:
-        pair_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, panel, start,
-                  depth, factor, 1, adds)  # fmt: skip
+        pair_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right, start,
+                  right_line, depth, factor, 1, adds)  # fmt: skip
         row += 1

@@ -9,9 +9,10 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from tinsmith.engine.cpu.primitives import load, rounded, store
+from tinsmith.engine.cpu.primitives import BITS, load, rounded, store
 from tinsmith.engine.cpu.vectors import (
     FLOAT,
+    INT64,
     LANES,
     broadcast,
     constant,
@@ -20,6 +21,7 @@ from tinsmith.engine.cpu.vectors import (
     folded,
     larger,
     loop,
+    put_bits,
     read,
     write,
 )
@@ -60,14 +62,15 @@ def mask_row(numbers: Any, at: Any, visible: Any, first: Any, count: Any) -> Non
 
 
 @intrinsic
-def softmax_row(context: Any, numbers: Any, at: Any, count: Any, like: Any) -> Any:
-    """The softmax of `count` float32, a multiple of LANES, in place, both rounded to the dtype of a pointer.
+def softmax_row(context: Any, numbers: Any, at: Any, count: Any, like: Any, target: Any) -> Any:
+    """The softmax of `count` float32, a multiple of LANES, both rounded to the dtype of a pointer, stored at the same
+    place of a target, which may be the numbers.
 
     All results are NaN if any number is.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        numbers, at, count, like = arguments
+        numbers, at, count, like, target = arguments
 
         def largest(i: Any, carried: Any) -> Any:
             vector = rounded_vector(builder, read(builder, numbers, builder.add(at, i)), like)
@@ -81,7 +84,7 @@ def softmax_row(context: Any, numbers: Any, at: Any, count: Any, like: Any) -> A
 
         def divided(i: Any, carried: Any) -> Any:
             vector = builder.fmul(read(builder, numbers, builder.add(at, i)), inverse)
-            write(builder, numbers, builder.add(at, i), rounded_vector(builder, vector, like))
+            write(builder, target, builder.add(at, i), rounded_vector(builder, vector, like))
             return carried
 
         (most,) = loop(builder, count, LANES, [constant(float("-inf"))], largest)
@@ -91,7 +94,33 @@ def softmax_row(context: Any, numbers: Any, at: Any, count: Any, like: Any) -> A
         loop(builder, count, LANES, [], divided)
         return context.get_dummy_value()
 
-    return types.void(numbers, types.int64, types.int64, like), generate
+    return types.void(numbers, types.int64, types.int64, like, target), generate
+
+
+@intrinsic
+def pair_float_rows(
+    context: Any, target: Any, place: Any, numbers: Any, first: Any, second: Any, count: Any
+) -> Any:  # fmt: skip
+    """target[place + 2 c] and the next are numbers[first + c] and numbers[second + c], which are float32 that bfloat16
+    represents, of `count` columns, a multiple of LANES."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        target, place, numbers, first, second, count = arguments
+        bits = ir.VectorType(BITS, LANES)
+        half, upper = (ir.Constant(bits, [number] * LANES) for number in (16, 0xFFFF0000))
+
+        def body(c: Any, carried: Any) -> Any:
+            left, right = (
+                builder.bitcast(read(builder, numbers, builder.add(row, c)), bits) for row in (first, second)
+            )
+            pairs = builder.or_(builder.lshr(left, half), builder.and_(right, upper))
+            put_bits(builder, target, builder.add(place, builder.shl(c, INT64(1))), pairs)
+            return carried
+
+        loop(builder, count, LANES, [], body)
+        return context.get_dummy_value()
+
+    return types.void(target, types.int64, numbers, types.int64, types.int64, types.int64), generate
 
 
 @intrinsic

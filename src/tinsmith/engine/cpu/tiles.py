@@ -101,21 +101,21 @@ def product_tile(
 @of_constants
 def pair_tile(
     context: Any, outputs: Any, place: Any, line: Any, left: Any, first: Any, left_line: Any, left_step: Any,
-    panel: Any, start: Any, depth: Any, factor: Any, rows: Any, adds: Any,
+    right: Any, start: Any, right_line: Any, depth: Any, factor: Any, rows: Any, adds: Any,
 ) -> Any:  # fmt: skip
     """outputs[place + r line + c] = `factor` times the sum over k < `depth`, which is even, of left[first + r left_line
-    + k / 2 left_step + k % 2] times panel[start + k / 2, c, k % 2], or plus it if it `adds`, of `rows` rows and
-    PAIR_COLUMNS columns. Both sides are bfloat16, sums are float32."""
+    + k / 2 left_step + k % 2] times right[start + k / 2 right_line + 2 c + k % 2], or plus it if it `adds`, of `rows`
+    rows and PAIR_COLUMNS columns. Both sides are bfloat16, sums are float32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        outputs, place, line, left, first, left_line, left_step, panel, start, depth, factor, *_ = arguments
+        outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, factor, *_ = arguments
         lines = [builder.add(place, builder.mul(line, INT64(r))) for r in range(rows.literal_value)]
         flat = [index(builder, own, 16 * v) for own in lines for v in range(PAIR_VECTORS)]
         firsts = [builder.add(first, builder.mul(left_line, INT64(r))) for r in range(rows.literal_value)]
 
         def body(k: Any, sums: Any) -> Any:
-            at, step = builder.add(start, builder.mul(k, INT64(2 * PAIR_COLUMNS))), builder.mul(k, left_step)
-            vectors = [pairs_at(builder, panel, index(builder, at, 32 * v)) for v in range(PAIR_VECTORS)]
+            at, step = builder.add(start, builder.mul(k, right_line)), builder.mul(k, left_step)
+            vectors = [pairs_at(builder, right, index(builder, at, 32 * v)) for v in range(PAIR_VECTORS)]
             factors = (pair_at(builder, left, builder.add(own, step)) for own in firsts)
             pairs = ((factor, vector) for factor in factors for vector in vectors)
             return [add_pairs(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
@@ -130,7 +130,7 @@ def pair_tile(
 
     whole = types.int64
     return types.void(
-        outputs, whole, whole, left, whole, whole, whole, panel, whole, whole, types.float32, rows, adds
+        outputs, whole, whole, left, whole, whole, whole, right, whole, whole, whole, types.float32, rows, adds
     ), generate
 
 
