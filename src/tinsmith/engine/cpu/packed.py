@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray, njit, types  # pyright: ignore[reportAttributeAccessIssue] - they come by a star
-from numba.extending import overload
+from numba.extending import overload  # pyright: ignore[reportAttributeAccessIssue] - it comes by a star
 
 from tinsmith.engine.cpu.pairs import BLOCK, PANEL_LINE, even, lay_depth, lay_rows
 from tinsmith.engine.cpu.primitives import atomic_next, c_function, load, pointer, store, void_pointer

@@ -50,7 +50,8 @@ class CompiledSlice(AdapterSlice):
         rows = self._rows(inputs)
         narrow = self._new_narrow(names, inputs) if self.has_gradients else inputs.new_empty(0)
         sites = self._sites(names, [self._rows(output) for output in outputs])
-        self._call(adapters.forward_function, names, sites, inputs=_rows_of(rows), narrow=narrow)
+        kept = narrow if self.has_gradients else None
+        self._call(adapters.forward_function, names, sites, inputs=_rows_of(rows), narrow=kept)
         return narrow
 
     @override
@@ -69,7 +70,7 @@ class CompiledSlice(AdapterSlice):
         from tinsmith.engine.cpu import adapters
 
         is_trained = inputs is not None and narrow is not None and self.has_gradients
-        narrow_grads = self._new_narrow(names, input_grad) if is_trained else input_grad.new_empty(0)
+        narrow_grads = self._new_narrow(names, input_grad) if is_trained else None
         rows = [_rows_of(self._rows(grad)) for grad in grads]
         sites = self._sites(names, rows, [self.weights.gradients[name] for name in names] if is_trained else ())
         self._call(adapters.backward_function, names, sites, input_grads=self._rows(input_grad),
@@ -117,21 +118,29 @@ class CompiledSlice(AdapterSlice):
         )
 
     def _call(
-        self, function: Callable[[], Any], names: Sequence[str], sites: np.ndarray, **tensors: Tensor | None
+        self,
+        function: Callable[[], Any],
+        names: Sequence[str],
+        sites: np.ndarray,
+        *,
+        inputs: Tensor | None = None,
+        input_grads: Tensor | None = None,
+        narrow: Tensor | None = None,
+        narrow_grads: Tensor | None = None,
     ) -> None:
         """Call a function with an ADAPTER."""
         from tinsmith.engine.cpu import adapters
 
-        call = np.zeros(1, adapters.ADAPTER)
-        call["rows"], call["scale"], call["line"] = self.stop - self.start, self.weights.scale, self._line(names)
-        call["rank"], call["width"] = self.weights.pairs[names[0]].a.shape
-        call["sites"], call["site_table"] = len(sites), sites.ctypes.data
-        for name, tensor in tensors.items():
-            if tensor is not None and tensor.numel():
-                call[name] = tensor.data_ptr()
-                if f"{name.removesuffix('s')}_line" in (call.dtype.names or ()):
-                    call[f"{name.removesuffix('s')}_line"] = tensor.stride(0)
-        threads = min(torch.get_num_threads(), -(-(self.stop - self.start) // adapters.BLOCK_ROWS))
+        rows, (rank, width) = self.stop - self.start, self.weights.pairs[names[0]].a.shape
+        kept = [0 if tensor is None else tensor.data_ptr() for tensor in (narrow, narrow_grads)]
+        call = np.array(
+            [
+                (0, rows, width, rank, len(sites), sites.ctypes.data, self.weights.scale, *_matrix(inputs),
+                 *_matrix(input_grads), *kept, self._line(names))
+            ],
+            adapters.ADAPTER,
+        )  # fmt: skip
+        threads = min(torch.get_num_threads(), -(-rows // adapters.BLOCK_ROWS))
         openmp.run(function(), call.ctypes.data, threads)
 
 
@@ -145,8 +154,9 @@ def _rows_of(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
-def _matrix(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.stride(0)
+def _matrix(tensor: Tensor | None) -> tuple[int, int]:
+    """Address, and numbers from one row to the next."""
+    return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.stride(0))
 
 
 def one_adapter(placed: PlacedAdapter, *, compiled: bool) -> AdapterSlice:
