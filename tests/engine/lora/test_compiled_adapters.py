@@ -13,9 +13,8 @@ from torch import Tensor
 from tinsmith.engine.cpu.instructions import has_pair_products
 from tinsmith.engine.lora import compiled_adapters
 from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair
-from tinsmith.engine.lora.adapter_groups import AdapterBatch, AdapterSlice
-from tinsmith.engine.lora.compiled_adapters import CompiledSlice
-from tinsmith.engine.lora.linear import group_adapters
+from tinsmith.engine.lora.compiled_adapters import CompiledAdapters, compiled_groups
+from tinsmith.engine.lora.linear import ActiveAdapters
 
 pytestmark = pytest.mark.skipif(
     not has_pair_products(torch.device("cpu"), torch.bfloat16), reason="needs AVX512-BF16, no AMX, and Numba"
@@ -65,8 +64,6 @@ def threads(count: int) -> Iterator[None]:
         (201, 32, 64, [96, 32]),
         (77, 40, 32, [64]),
         (90, 16, 64, [32, 64, 32]),
-        (70, 32, 40, [32]),  # widths that no panel has: products
-        (70, 32, 64, [32, 36]),
     ],
 )
 def test_outputs_and_gradients_match_float64(
@@ -78,7 +75,7 @@ def test_outputs_and_gradients_match_float64(
     before = [numbers(stop + 2, columns, 2 + columns) for columns in outputs]
     grads = [numbers(stop + 2, columns, 3 + columns) for columns in outputs]
     results, input_grad = [each.clone() for each in before], numbers(stop + 2, width, 4)
-    input_grad_before, compiled = input_grad.clone(), CompiledSlice(weights, start, stop)
+    input_grad_before, compiled = input_grad.clone(), CompiledAdapters([(weights, start, stop)])
     with threads(count):
         narrow = compiled.forward(inputs, results, names)
         compiled.backward(input_grad, grads, names, inputs, narrow)
@@ -101,7 +98,7 @@ def test_results_do_not_depend_on_threads() -> None:
     for count in (1, 2):
         weights = adapter(16, 64, outputs)
         wide, grads = [numbers(300, n, 1) for n in outputs], [numbers(300, n, 2) for n in outputs]
-        inputs, input_grad, compiled = numbers(300, 64, 3), numbers(300, 64, 4), CompiledSlice(weights, 0, 300)
+        inputs, input_grad, compiled = numbers(300, 64, 3), numbers(300, 64, 4), CompiledAdapters([(weights, 0, 300)])
         with threads(count):
             compiled.backward(input_grad, grads, names, inputs, compiled.forward(inputs, wide, names))
         buffers = [buffer for name in names for buffer in (weights.gradients[name].a, weights.gradients[name].b)]
@@ -112,7 +109,7 @@ def test_results_do_not_depend_on_threads() -> None:
 def test_columns_of_a_wider_output_are_added_to() -> None:
     """As of a fused projection, whose slices are views; gradients may have no layout of their own."""
     weights, inputs, wide = adapter(16, 32, [32], trained=False), numbers(80, 32, 1), numbers(80, 96, 2)
-    before, compiled = wide.clone(), CompiledSlice(weights, 0, 80)
+    before, compiled = wide.clone(), CompiledAdapters([(weights, 0, 80)])
     pair = weights.pairs["0"]
     assert compiled.forward(inputs, [wide[:, 32:64]], ["0"]).numel() == 0
     expected = before.double()
@@ -123,23 +120,59 @@ def test_columns_of_a_wider_output_are_added_to() -> None:
     assert_near(input_grad, SCALE * ones.double() @ pair.b.double() @ pair.a.double())
 
 
-def test_adapters_outside_of_batches_are_compiled() -> None:
-    weights, odd = adapter(16, 32, [32]), adapter(12, 32, [32])
-    for own, compiled, kind in (
-        (weights, True, CompiledSlice),
-        (weights, False, AdapterSlice),
-        (odd, True, AdapterSlice),
-    ):
-        assert [type(each) for each in group_adapters([(own, 0, 9)], compiled=compiled)] == [kind]
-    batch = [(weights, 64 * number, 64 * (number + 1)) for number in range(4)]
-    assert [type(each) for each in group_adapters(batch, compiled=True)] == [AdapterBatch]
+@pytest.mark.parametrize("count", [1, 2])
+def test_adapters_of_a_group_are_computed_as_each_alone(count: int) -> None:
+    """Of several ranks, scales and lengths, one without gradients, and with positions of none between them."""
+    outputs, names = [64, 32], ["0", "1"]
+    spans = [(2, 90, 16), (90, 91, 8), (100, 300, 32), (301, 303, 24)]
+    results = []
+    for together in (True, False):
+        placed = []
+        for start, stop, rank in spans:
+            weights = adapter(rank, 64, outputs, trained=rank != 8)
+            weights.scale = rank / 16
+            placed.append((weights, start, stop))
+        groups = [CompiledAdapters(members) for members in ([placed] if together else [[entry] for entry in placed])]
+        inputs, input_grad = numbers(310, 64, 1), numbers(310, 64, 2)
+        wide, grads = [numbers(310, n, 3) for n in outputs], [numbers(310, n, 4) for n in outputs]
+        with threads(count):
+            for group in groups:
+                narrow = group.forward(inputs, wide, names)
+                group.backward(input_grad, grads, names, inputs, narrow)
+        pairs = [each for weights, _, _ in placed for each in weights.gradients.values()]
+        results.append([*wide, input_grad, *(buffer for pair in pairs for buffer in (pair.a, pair.b))])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_narrow_alone_is_that_of_forward() -> None:
+    placed = [(adapter(rank, 64, [32, 96]), start, stop) for rank, start, stop in ((16, 0, 7), (24, 9, 80))]
+    group, inputs = CompiledAdapters(placed), numbers(80, 64, 1)
+    narrow = group.forward(inputs, [numbers(80, n, 2) for n in (32, 96)], ["0", "1"])
+    torch.testing.assert_close(group.narrow_of(inputs, ["0", "1"]), narrow, rtol=1e-2, atol=1e-2)
+
+
+def test_ranks_of_whole_blocks_are_grouped_by_modules() -> None:
+    whole, odd, other = adapter(16, 32, [32]), adapter(12, 32, [32]), adapter(8, 32, [32, 32])
+    placed = [(whole, 0, 1), (odd, 1, 5), (other, 5, 9), (adapter(24, 32, [32]), 9, 10)]
+    groups, others = compiled_groups(placed)
+    assert [group.has("1") for group in groups] == [False, True]
+    assert others == [placed[1]]
+    kinds = {True: ["CompiledAdapters"] * 2 + ["AdapterSlice"], False: ["AdapterSlice"] * 4}
+    for compiled, names in kinds.items():
+        active = ActiveAdapters(compiled=compiled)
+        with active.using(placed):
+            assert [type(group).__name__ for group in active.groups] == names
+
+
+def test_other_widths_are_not_compiled() -> None:
+    cpu = torch.device("cpu")
+    assert compiled_adapters.work_on(cpu, torch.bfloat16, [32, 576])
+    assert not compiled_adapters.work_on(cpu, torch.bfloat16, [32, 40])
+    assert not compiled_adapters.work_on(cpu, torch.float32, [32])
 
 
 def test_wrong_results_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    cpu = torch.device("cpu")
-    assert compiled_adapters.work_on(cpu, torch.bfloat16)
-    assert not compiled_adapters.work_on(cpu, torch.float32)
-    monkeypatch.setattr(CompiledSlice, "_call", lambda *_, **__: None)
+    monkeypatch.setattr(compiled_adapters._Tables, "call", lambda *_, **__: None)
     with caplog.at_level(logging.WARNING):
-        assert not compiled_adapters.work_on(cpu, torch.bfloat16)
+        assert not compiled_adapters.work_on(torch.device("cpu"), torch.bfloat16, [32])
     assert "compiled adapters do not work here" in caplog.text

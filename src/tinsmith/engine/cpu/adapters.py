@@ -1,4 +1,4 @@
-"""What an adapter adds to projections that share their input, and its gradients, as compiled functions in bfloat16.
+"""What adapters add to projections that share their input, and their gradients, as compiled functions in bfloat16.
 
     narrow = A x        output += s B narrow
     narrow grad = B^T output grad        input grad += s A^T narrow grad        A grad += s narrow grad x^T
@@ -30,9 +30,16 @@ from tinsmith.engine.cpu.primitives import atomic_next, c_function, pointer, voi
 from tinsmith.engine.cpu.rows import add_row
 from tinsmith.engine.cpu.tiles import PAIR_COLUMNS, data_of, transpose_block
 
-ADAPTER = np.dtype(
+CALL = np.dtype(
     [
         ("next", "i8"),  # part to compute next, which the threads count up from 0
+        ("adapters", "i8"),
+        ("adapter_table", "i8"),  # address of ADAPTER [adapters]
+    ]
+)
+"""What the functions get a pointer to."""
+ADAPTER = np.dtype(
+    [
         ("rows", "i8"),
         ("width", "i8"),  # of the input, a multiple of PAIR_COLUMNS
         ("rank", "i8"),  # a multiple of 8
@@ -48,7 +55,7 @@ ADAPTER = np.dtype(
         ("line", "i8"),  # in_panels(sites * in_blocks(rank))
     ]
 )
-"""What the functions get a pointer to."""
+"""An adapter, and the rows that it serves."""
 SITE = np.dtype(
     [
         ("columns", "i8"),  # of the output, a multiple of PAIR_COLUMNS
@@ -58,7 +65,7 @@ SITE = np.dtype(
         ("a_line", "i8"),
         ("b", "i8"),  # address of bfloat16 [columns, rank]
         ("b_line", "i8"),
-        ("a_grads", "i8"),  # addresses of float32 of these shapes
+        ("a_grads", "i8"),  # addresses of float32 of these shapes, or 0
         ("b_grads", "i8"),
     ]
 )
@@ -75,98 +82,128 @@ def total_columns(sites: Any) -> Any:
     return total
 
 
+@njit(inline="always")
+def blocks_of(rows: Any) -> Any:
+    """Blocks of so many rows."""
+    return (rows + BLOCK_ROWS - 1) // BLOCK_ROWS
+
+
+@njit(inline="always")
+def lay_forward(a_panels: Any, b_panels: Any, adapter: Any, sites: Any) -> None:
+    """A of all sites, and B of each, transposed."""
+    at, slot = 0, in_blocks(adapter.rank)
+    for number in range(adapter.sites):
+        site = sites[number]
+        lay_columns(a_panels, number * slot, pointer(site.a), 0, site.a_line, adapter.width, adapter.rank)
+        for column in range(0, site.columns, PAIR_COLUMNS):
+            lay_columns(b_panels, at + column, pointer(site.b), column * site.b_line, site.b_line, adapter.rank,
+                        PAIR_COLUMNS)  # fmt: skip
+        at += site.columns
+
+
+@njit(inline="always")
+def forward_block(adapter: Any, sites: Any, a_panels: Any, b_panels: Any, narrow: Any, first: Any) -> None:
+    """Narrow of a block of rows, and what it adds to the outputs."""
+    rows, line, width, rank = min(BLOCK_ROWS, adapter.rows - first), adapter.line, adapter.width, adapter.rank
+    for column in range(0, line, PAIR_COLUMNS):
+        multiply_pairs(narrow, column, line, pointer(adapter.inputs), first * adapter.input_line, adapter.input_line, 2,
+                       a_panels, column * width, PANEL_LINE, width, np.float32(1), rows, False)  # fmt: skip
+    at = 0
+    for number in range(adapter.sites):
+        site = sites[number]
+        outputs, start = pointer(site.outputs), first * site.output_line
+        for column in range(0, site.columns, PAIR_COLUMNS):
+            multiply_pairs(outputs, start + column, site.output_line, narrow, number * in_blocks(rank), line, 2,
+                           b_panels, (at + column) * rank, PANEL_LINE, rank, np.float32(adapter.scale), rows,
+                           True)  # fmt: skip
+        at += site.columns
+    if adapter.narrow:
+        lay_rows(pointer(adapter.narrow), first * line, 2 * line, narrow, 0, line, rows, line)
+
+
 @cache
 def forward_function() -> Any:
-    """A C function of a pointer to an ADAPTER, which lives as long as this object: adds to the outputs, and fills
-    narrow, unless it is 0."""
+    """A C function of a pointer to a CALL, which lives as long as this object: adds to the outputs, and fills narrow,
+    unless it is 0."""
 
     @c_function
     def add(argument):
-        call = carray(argument, 1, ADAPTER)[0]
-        sites = carray(void_pointer(call.site_table), call.sites, SITE)
-        width, rank, line, slot = call.width, call.rank, call.line, in_blocks(call.rank)
-        inputs, kept, scale = pointer(call.inputs), pointer(call.narrow), np.float32(call.scale)
-        a_panels, b_panels = np.zeros(line * width, np.uint16), np.empty(total_columns(sites) * rank, np.uint16)
-        narrow = np.empty(BLOCK_ROWS * line, np.uint16)
-        laid, at = 0, 0
-        for number in range(call.sites):
-            site = sites[number]
-            lay_columns(data_of(a_panels), number * slot, pointer(site.a), 0, site.a_line, width, rank)
-            for column in range(0, site.columns, PAIR_COLUMNS):
-                lay_columns(data_of(b_panels), laid + column, pointer(site.b), column * site.b_line, site.b_line, rank,
-                            PAIR_COLUMNS)  # fmt: skip
-            laid += site.columns
-        block = atomic_next(argument)
-        while block * BLOCK_ROWS < call.rows:
-            first = block * BLOCK_ROWS
-            rows = min(BLOCK_ROWS, call.rows - first)
-            for column in range(0, line, PAIR_COLUMNS):
-                multiply_pairs(data_of(narrow), column, line, inputs, first * call.input_line, call.input_line, 2,
-                               data_of(a_panels), column * width, PANEL_LINE, width, np.float32(1), rows,
-                               False)  # fmt: skip
-            at = 0
-            for number in range(call.sites):
-                site = sites[number]
-                outputs, start = pointer(site.outputs), first * site.output_line
-                for column in range(0, site.columns, PAIR_COLUMNS):
-                    multiply_pairs(outputs, start + column, site.output_line, data_of(narrow), number * slot, line, 2,
-                                   data_of(b_panels), (at + column) * rank, PANEL_LINE, rank, scale, rows,
-                                   True)  # fmt: skip
-                at += site.columns
-            if call.narrow:
-                lay_rows(kept, first * line, 2 * line, data_of(narrow), 0, line, rows, line)
-            block = atomic_next(argument)
+        call, part, before = carray(argument, 1, CALL)[0], atomic_next(argument), 0
+        for adapter in carray(void_pointer(call.adapter_table), call.adapters, ADAPTER):
+            end = before + blocks_of(adapter.rows)
+            if part < end:
+                sites = carray(void_pointer(adapter.site_table), adapter.sites, SITE)
+                a_panels = np.zeros(adapter.line * adapter.width, np.uint16)
+                b_panels = np.empty(total_columns(sites) * adapter.rank, np.uint16)
+                narrow = np.empty(BLOCK_ROWS * adapter.line, np.uint16)
+                lay_forward(data_of(a_panels), data_of(b_panels), adapter, sites)
+                while part < end:
+                    first = (part - before) * BLOCK_ROWS
+                    forward_block(adapter, sites, data_of(a_panels), data_of(b_panels), data_of(narrow), first)
+                    part = atomic_next(argument)
+            before = end
 
     return add
 
 
+@njit(inline="always")
+def lay_backward(a_panels: Any, b_panels: Any, adapter: Any, sites: Any) -> None:
+    """A of all sites, and B of each."""
+    at, slot, rank = 0, in_blocks(adapter.rank), adapter.rank
+    for number in range(adapter.sites):
+        site = sites[number]
+        for column in range(0, adapter.width, PAIR_COLUMNS):
+            lay_rows(a_panels, (column * adapter.sites + number * PAIR_COLUMNS) * slot, PANEL_LINE, pointer(site.a),
+                     column, site.a_line, rank, PAIR_COLUMNS)  # fmt: skip
+        for column in range(0, rank, PAIR_COLUMNS):
+            lay_rows(b_panels, at + column * site.columns, PANEL_LINE, pointer(site.b), column, site.b_line,
+                     site.columns, min(PAIR_COLUMNS, rank - column))  # fmt: skip
+        at += site.columns * in_panels(rank)
+
+
+@njit(inline="always")
+def backward_block(adapter: Any, sites: Any, a_panels: Any, b_panels: Any, narrow_grads: Any, first: Any) -> None:
+    """Gradients of narrow for a block of rows, and what these add to those of the inputs."""
+    rows, slot, rank = min(BLOCK_ROWS, adapter.rows - first), in_blocks(adapter.rank), adapter.rank
+    at, depth, line = 0, adapter.sites * slot, adapter.line + PAIR_COLUMNS
+    for number in range(adapter.sites):
+        site = sites[number]
+        grads, start = pointer(site.outputs), first * site.output_line
+        for column in range(0, rank, PAIR_COLUMNS):
+            multiply_pairs(narrow_grads, number * slot + column, line, grads, start, site.output_line, 2, b_panels,
+                           at + column * site.columns, PANEL_LINE, site.columns, np.float32(1), rows,
+                           False)  # fmt: skip
+        at += site.columns * in_panels(rank)
+    start = first * adapter.input_grad_line
+    for column in range(0, adapter.width, PAIR_COLUMNS):
+        multiply_pairs(pointer(adapter.input_grads), start + column, adapter.input_grad_line, narrow_grads, 0, line, 2,
+                       a_panels, column * depth, PANEL_LINE, depth, np.float32(adapter.scale), rows, True)  # fmt: skip
+    if adapter.narrow_grads:
+        lay_rows(pointer(adapter.narrow_grads), first * adapter.line, 2 * adapter.line, narrow_grads, 0, line, rows,
+                 depth)  # fmt: skip
+
+
 @cache
 def backward_function() -> Any:
-    """A C function of a pointer to an ADAPTER, which lives as long as this object: adds to the gradients of the inputs,
-    and fills those of narrow, unless they are 0."""
+    """A C function of a pointer to a CALL, which lives as long as this object: adds to the gradients of the inputs, and
+    fills those of narrow, unless they are 0."""
 
     @c_function
     def add_backward(argument):
-        call = carray(argument, 1, ADAPTER)[0]
-        sites = carray(void_pointer(call.site_table), call.sites, SITE)
-        width, rank, slot = call.width, call.rank, in_blocks(call.rank)
-        depth, line, panel_columns = call.sites * slot, call.line + PAIR_COLUMNS, in_panels(rank)
-        input_grads, kept, scale = pointer(call.input_grads), pointer(call.narrow_grads), np.float32(call.scale)
-        a_panels, b_panels = (
-            np.zeros(depth * width, np.uint16),
-            np.zeros(total_columns(sites) * panel_columns, np.uint16),
-        )
-        narrow_grads = np.empty(BLOCK_ROWS * line, np.uint16)
-        laid, at = 0, 0
-        for number in range(call.sites):
-            site = sites[number]
-            for column in range(0, width, PAIR_COLUMNS):
-                lay_rows(data_of(a_panels), column * depth + number * slot * PAIR_COLUMNS, PANEL_LINE, pointer(site.a),
-                         column, site.a_line, rank, PAIR_COLUMNS)  # fmt: skip
-            for column in range(0, rank, PAIR_COLUMNS):
-                lay_rows(data_of(b_panels), laid + column * site.columns, PANEL_LINE, pointer(site.b), column,
-                         site.b_line, site.columns, min(PAIR_COLUMNS, rank - column))  # fmt: skip
-            laid += site.columns * panel_columns
-        block = atomic_next(argument)
-        while block * BLOCK_ROWS < call.rows:
-            first = block * BLOCK_ROWS
-            rows = min(BLOCK_ROWS, call.rows - first)
-            at = 0
-            for number in range(call.sites):
-                site = sites[number]
-                grads, start = pointer(site.outputs), first * site.output_line
-                for column in range(0, rank, PAIR_COLUMNS):
-                    multiply_pairs(data_of(narrow_grads), number * slot + column, line, grads, start, site.output_line,
-                                   2, data_of(b_panels), at + column * site.columns, PANEL_LINE, site.columns,
-                                   np.float32(1), rows, False)  # fmt: skip
-                at += site.columns * panel_columns
-            start = first * call.input_grad_line
-            for column in range(0, width, PAIR_COLUMNS):
-                multiply_pairs(input_grads, start + column, call.input_grad_line, data_of(narrow_grads), 0, line, 2,
-                               data_of(a_panels), column * depth, PANEL_LINE, depth, scale, rows, True)  # fmt: skip
-            if call.narrow_grads:
-                lay_rows(kept, first * call.line, 2 * call.line, data_of(narrow_grads), 0, line, rows, depth)
-            block = atomic_next(argument)
+        call, part, before = carray(argument, 1, CALL)[0], atomic_next(argument), 0
+        for adapter in carray(void_pointer(call.adapter_table), call.adapters, ADAPTER):
+            end = before + blocks_of(adapter.rows)
+            if part < end:
+                sites = carray(void_pointer(adapter.site_table), adapter.sites, SITE)
+                a_panels = np.zeros(adapter.sites * in_blocks(adapter.rank) * adapter.width, np.uint16)
+                b_panels = np.zeros(total_columns(sites) * in_panels(adapter.rank), np.uint16)
+                narrow_grads = np.empty(BLOCK_ROWS * (adapter.line + PAIR_COLUMNS), np.uint16)
+                lay_backward(data_of(a_panels), data_of(b_panels), adapter, sites)
+                while part < end:
+                    first = (part - before) * BLOCK_ROWS
+                    backward_block(adapter, sites, data_of(a_panels), data_of(b_panels), data_of(narrow_grads), first)
+                    part = atomic_next(argument)
+            before = end
 
     return add_backward
 
@@ -180,40 +217,55 @@ def add_transposed(target: Any, start: Any, numbers: Any, scratch: Any, rank: An
     add_row(target, start, scratch, 0, rank * PAIR_COLUMNS)
 
 
+@njit(inline="always")
+def add_a_grads(adapter: Any, sites: Any, column: Any, panel: Any) -> None:
+    """Add to PAIR_COLUMNS columns of the gradients of A of all sites."""
+    slot, depth = in_blocks(adapter.rank), even(adapter.rows)
+    lay_rows(panel, 0, PANEL_LINE, pointer(adapter.inputs), column, adapter.input_line, adapter.rows, PAIR_COLUMNS)
+    for number in range(adapter.sites):
+        multiply_pairs(pointer(np.float64(sites[number].a_grads)), column, adapter.width, pointer(adapter.narrow_grads),
+                       2 * number * slot, 2, 2 * adapter.line, panel, 0, PANEL_LINE, depth, np.float32(adapter.scale),
+                       adapter.rank, True)  # fmt: skip
+
+
+@njit(inline="always")
+def add_b_grads(adapter: Any, sites: Any, column: Any, panel: Any, sums: Any, scratch: Any) -> None:
+    """Add to PAIR_COLUMNS rows of the gradients of B of a site: `column` counts those of all sites."""
+    number, slot, rank, depth = 0, in_blocks(adapter.rank), adapter.rank, even(adapter.rows)
+    while column >= sites[number].columns:
+        column -= sites[number].columns
+        number += 1
+    site = sites[number]
+    lay_rows(panel, 0, PANEL_LINE, pointer(site.outputs), column, site.output_line, adapter.rows, PAIR_COLUMNS)
+    multiply_pairs(sums, 0, PAIR_COLUMNS, pointer(adapter.narrow), 2 * number * slot, 2, 2 * adapter.line, panel, 0,
+                   PANEL_LINE, depth, np.float32(adapter.scale), rank, False)  # fmt: skip
+    add_transposed(pointer(np.float64(site.b_grads)), column * rank, sums, scratch, rank)
+
+
 @cache
 def gradient_function() -> Any:
-    """A C function of a pointer to an ADAPTER, which lives as long as this object: adds to the gradients of A and B."""
+    """A C function of a pointer to a CALL, which lives as long as this object: adds to the gradients of A and B of the
+    adapters that have some."""
 
     @c_function
     def add_gradients(argument):
-        call = carray(argument, 1, ADAPTER)[0]
-        sites = carray(void_pointer(call.site_table), call.sites, SITE)
-        rows, width, rank, slot, line = call.rows, call.width, call.rank, in_blocks(call.rank), call.line
-        inputs, scale, depth = pointer(call.inputs), np.float32(call.scale), even(call.rows)
-        narrow, narrow_grads = pointer(call.narrow), pointer(call.narrow_grads)
-        panel = np.empty(depth * PAIR_COLUMNS, np.uint16)
-        sums, scratch = np.zeros(slot * PAIR_COLUMNS, np.float32), np.empty((slot + 1) * PAIR_COLUMNS, np.float32)
-        columns = width + total_columns(sites)
-        column = atomic_next(argument) * PAIR_COLUMNS
-        while column < columns:
-            if column < width:
-                lay_rows(data_of(panel), 0, PANEL_LINE, inputs, column, call.input_line, rows, PAIR_COLUMNS)
-                for number in range(call.sites):
-                    a_grads = pointer(np.float64(sites[number].a_grads))
-                    multiply_pairs(a_grads, column, width, narrow_grads, 2 * number * slot, 2, 2 * line, data_of(panel),
-                                   0, PANEL_LINE, depth, scale, rank, True)  # fmt: skip
-            else:
-                own, number = column - width, 0
-                while own >= sites[number].columns:
-                    own -= sites[number].columns
-                    number += 1
-                site = sites[number]
-                lay_rows(
-                    data_of(panel), 0, PANEL_LINE, pointer(site.outputs), own, site.output_line, rows, PAIR_COLUMNS
-                )
-                multiply_pairs(data_of(sums), 0, PAIR_COLUMNS, narrow, 2 * number * slot, 2, 2 * line, data_of(panel),
-                               0, PANEL_LINE, depth, scale, rank, False)  # fmt: skip
-                add_transposed(pointer(np.float64(site.b_grads)), own * rank, data_of(sums), data_of(scratch), rank)
-            column = atomic_next(argument) * PAIR_COLUMNS
+        call, part, before = carray(argument, 1, CALL)[0], atomic_next(argument), 0
+        for adapter in carray(void_pointer(call.adapter_table), call.adapters, ADAPTER):
+            sites = carray(void_pointer(adapter.site_table), adapter.sites, SITE)
+            columns = adapter.width + total_columns(sites) if sites[0].a_grads else 0
+            end = before + columns // PAIR_COLUMNS
+            if part < end:
+                slot, panel = in_blocks(adapter.rank), np.empty(even(adapter.rows) * PAIR_COLUMNS, np.uint16)
+                sums = np.zeros(slot * PAIR_COLUMNS, np.float32)
+                scratch = np.empty((slot + 1) * PAIR_COLUMNS, np.float32)
+                while part < end:
+                    column = (part - before) * PAIR_COLUMNS
+                    if column < adapter.width:
+                        add_a_grads(adapter, sites, column, data_of(panel))
+                    else:
+                        add_b_grads(adapter, sites, column - adapter.width, data_of(panel), data_of(sums),
+                                    data_of(scratch))  # fmt: skip
+                    part = atomic_next(argument)
+            before = end
 
     return add_gradients

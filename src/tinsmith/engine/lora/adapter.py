@@ -182,6 +182,8 @@ class AdapterWeights:
     """float32; empty if the adapter is not trained."""
     stacked_cache: dict[str, Tensor] = field(default_factory=dict)
     """Results of `stacked_a` by the first module name."""
+    addresses: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """What compiled functions get of each module, if the adapter is not trained (`compiled_adapters`)."""
 
     def stacked_a(self, names: Sequence[str]) -> Tensor:
         """The A matrices of projections that share their input: [projections * rank, in]."""

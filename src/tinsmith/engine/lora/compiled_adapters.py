@@ -1,4 +1,4 @@
-"""An adapter on a CPU, computed by `cpu.adapters` in place of PyTorch's products.
+"""Adapters on a CPU, computed by `cpu.adapters` in place of PyTorch's products.
 
 Those take 1.2 to 1.4 times as long for hundreds of positions, because one side of each is only as long as the rank, and
 three times as long for few, because every product is a call of its own (benchmarks/NOTES.md).
@@ -7,54 +7,55 @@ three times as long for few, because every product is a call of its own (benchma
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from tinsmith.engine.cpu import openmp
 from tinsmith.engine.cpu.instructions import has_pair_products
 from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair, PlacedAdapter
-from tinsmith.engine.lora.adapter_groups import AdapterSlice
+from tinsmith.engine.lora.adapter_groups import AdapterGroup, AdapterSlice
 
 log = logging.getLogger(__name__)
 
 MULTIPLE_RANK, MULTIPLE_WIDTH = 8, 32
 """What ranks and widths must be multiples of."""
+ITEM = torch.bfloat16.itemsize
+LINES = {"inputs": "input_line", "input_grads": "input_grad_line"}
+"""Fields of `cpu.adapters.ADAPTER` with numbers from one row to the next."""
 CHECK_POSITIONS = 77
 TOLERANCE = 3e-2
 """Error of results in the check, by the largest of them: bfloat16 rounds to 1/256 of a number, and more than once."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompiledSlice(AdapterSlice):
-    """One adapter at the packed positions start..stop, in bfloat16."""
+class CompiledAdapters:
+    """Adapters of the same modules in bfloat16, each at its packed positions."""
 
-    @classmethod
-    def fits(cls, weights: AdapterWeights) -> bool:
-        """Whether it computes adapters of this rank, where there are compiled functions."""
-        first = next(iter(weights.pairs.values()), None)
-        return first is not None and first.a.shape[-2] % MULTIPLE_RANK == 0
+    def __init__(self, placed: Sequence[PlacedAdapter]) -> None:
+        self._placed = tuple(placed)
+        self._tables = dict[tuple[str, ...], _Tables]()
 
-    @override
+    @property
+    def has_gradients(self) -> bool:
+        return any(weights.gradients for weights, _, _ in self._placed)
+
+    def has(self, name: str) -> bool:
+        """Whether the adapters cover the projection."""
+        return name in self._placed[0][0].pairs
+
     def forward(self, inputs: Tensor, outputs: Sequence[Tensor], names: Sequence[str]) -> Tensor:
         """Add s B A x to the outputs; returns what the backward needs of A x, as `cpu.adapters` lays it out."""
-        if not self._has_widths(names):
-            return AdapterSlice.forward(self, inputs, outputs, names)
         from tinsmith.engine.cpu import adapters
 
-        rows = self._rows(inputs)
-        narrow = self._new_narrow(names, inputs) if self.has_gradients else inputs.new_empty(0)
-        sites = self._sites(names, [self._rows(output) for output in outputs])
-        kept = narrow if self.has_gradients else None
-        self._call(adapters.forward_function, names, sites, inputs=_rows_of(rows), narrow=kept)
+        tables = self._tables_of(names)
+        narrow = inputs.new_empty(tables.narrow_size if self.has_gradients else 0)
+        tables.call(adapters.forward_function, outputs, inputs=_rows_of(inputs), narrow=narrow)
         return narrow
 
-    @override
     def backward(
         self,
         input_grad: Tensor,
@@ -63,85 +64,99 @@ class CompiledSlice(AdapterSlice):
         inputs: Tensor | None,
         narrow: Tensor | None,
     ) -> None:
-        """See `AdapterSlice`; `narrow` is what `forward` returned."""
-        if not self._has_widths(names):
-            AdapterSlice.backward(self, input_grad, grads, names, inputs, narrow)
-            return
+        """Add to the gradient of the inputs and, if `inputs` and `narrow` are given, to the adapters' gradients."""
         from tinsmith.engine.cpu import adapters
 
+        tables, grads = self._tables_of(names), [_rows_of(grad) for grad in grads]
         is_trained = inputs is not None and narrow is not None and self.has_gradients
-        narrow_grads = self._new_narrow(names, input_grad) if is_trained else None
-        rows = [_rows_of(self._rows(grad)) for grad in grads]
-        sites = self._sites(names, rows, [self.weights.gradients[name] for name in names] if is_trained else ())
-        self._call(adapters.backward_function, names, sites, input_grads=self._rows(input_grad),
-                   narrow_grads=narrow_grads)  # fmt: skip
-        if inputs is not None and is_trained:
-            self._call(adapters.gradient_function, names, sites, inputs=_rows_of(self._rows(inputs)), narrow=narrow,
-                       narrow_grads=narrow_grads)  # fmt: skip
+        narrow_grads = input_grad.new_empty(tables.narrow_size if is_trained else 0)
+        tables.call(adapters.backward_function, grads, input_grads=input_grad, narrow_grads=narrow_grads)
+        if inputs is not None and narrow is not None and self.has_gradients:
+            tables.call(
+                adapters.gradient_function, grads, inputs=_rows_of(inputs), narrow=narrow, narrow_grads=narrow_grads
+            )
 
-    @override
     def narrow_of(self, inputs: Tensor, names: Sequence[str]) -> Tensor:
-        """As `forward` returns it."""
-        plain = AdapterSlice.narrow_of(self, inputs, names)
-        if not self._has_widths(names):
-            return plain
-        rank = self.weights.pairs[names[0]].a.shape[0]
-        padded = plain.new_zeros(len(plain) + len(plain) % 2, self._line(names))
-        for number, piece in enumerate(plain.split(rank, dim=1)):
-            padded[: len(plain), number * _slot(rank) :][:, :rank] = piece
-        return padded.unflatten(0, (-1, 2)).transpose(1, 2).contiguous()
+        """What `forward` returns, without outputs."""
+        pieces = []
+        for weights, start, stop in self._placed:
+            rank, rows = weights.pairs[names[0]].a.shape[0], stop - start
+            padded = inputs.new_zeros(rows + rows % 2, _line(rank, len(names)))
+            for number, name in enumerate(names):
+                piece = padded[:rows, number * _slot(rank) :]
+                piece[:, :rank] = inputs[start:stop] @ weights.pairs[name].a.T
+            pieces.append(padded.unflatten(0, (-1, 2)).transpose(1, 2).flatten())
+        return torch.cat(pieces)
 
-    def _has_widths(self, names: Sequence[str]) -> bool:
-        pairs = [self.weights.pairs[name] for name in names]
-        return not any(pair.a.shape[1] % MULTIPLE_WIDTH or pair.b.shape[0] % MULTIPLE_WIDTH for pair in pairs)
+    def _tables_of(self, names: Sequence[str]) -> _Tables:
+        key = tuple(names)
+        if key not in self._tables:
+            self._tables[key] = _Tables.of(self._placed, key)
+        return self._tables[key]
 
-    def _line(self, names: Sequence[str]) -> int:
-        """`cpu.adapters.ADAPTER`'s line."""
-        rank = self.weights.pairs[names[0]].a.shape[0]
-        return -(-len(names) * _slot(rank) // MULTIPLE_WIDTH) * MULTIPLE_WIDTH
 
-    def _new_narrow(self, names: Sequence[str], like: Tensor) -> Tensor:
-        return like.new_empty((self.stop - self.start + 1) // 2, self._line(names), 2)
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """What of the calls for some projections is the same in each."""
 
-    def _sites(self, names: Sequence[str], columns: Sequence[Tensor], gradients: Sequence[LoraPair] = ()) -> np.ndarray:
-        """`cpu.adapters.SITE` of each projection with its outputs, or their gradients."""
+    adapters: np.ndarray
+    """`cpu.adapters.ADAPTER` [n]."""
+    sites: np.ndarray
+    """`cpu.adapters.SITE` [n, projections]."""
+    starts: np.ndarray
+    """int64 [n]: the first position of each adapter."""
+    offsets: np.ndarray
+    """int64 [n]: where each one's part of narrow begins."""
+    narrow_size: int
+    blocks: int
+    """Blocks of rows, which the threads divide among them."""
+
+    @classmethod
+    def of(cls, placed: Sequence[PlacedAdapter], names: Sequence[str]) -> _Tables:
         from tinsmith.engine.cpu import adapters
 
-        buffers = [(pair.a.data_ptr(), pair.b.data_ptr()) for pair in gradients] or [(0, 0)] * len(names)
-        pairs = [self.weights.pairs[name] for name in names]
-        return np.array(
-            [
-                (wide.shape[1], *_matrix(wide), *_matrix(pair.a), *_matrix(pair.b), *buffer)
-                for wide, pair, buffer in zip(columns, pairs, buffers, strict=True)
-            ],
-            adapters.SITE,
-        )
+        rows, sites, sizes = list[tuple[Any, ...]](), list[list[tuple[int, ...]]](), list[int]()
+        for weights, start, stop in placed:
+            rank, width = weights.pairs[names[0]].a.shape
+            line = _line(rank, len(names))
+            rows.append((stop - start, width, rank, len(names), 0, weights.scale, 0, 0, 0, 0, 0, 0, line))
+            sites.append([_site(weights, name) for name in names])
+            sizes.append((stop - start + 1) // 2 * 2 * line)
+        starts = np.array([start for _, start, _ in placed])
+        blocks = sum(-(-(stop - start) // adapters.BLOCK_ROWS) for _, start, stop in placed)
+        offsets = np.cumsum([0, *sizes])
+        return cls(np.array(rows, adapters.ADAPTER), np.array(sites, adapters.SITE), starts, offsets[:-1],
+                   int(offsets[-1]), blocks)  # fmt: skip
 
-    def _call(
-        self,
-        function: Callable[[], Any],
-        names: Sequence[str],
-        sites: np.ndarray,
-        *,
-        inputs: Tensor | None = None,
-        input_grads: Tensor | None = None,
-        narrow: Tensor | None = None,
-        narrow_grads: Tensor | None = None,
-    ) -> None:
-        """Call a function with an ADAPTER."""
+    def call(self, function: Callable[[], Any], wide: Sequence[Tensor], **tensors: Tensor) -> None:
+        """Call a function with outputs or their gradients, and other fields of ADAPTER."""
         from tinsmith.engine.cpu import adapters
 
-        rows, (rank, width) = self.stop - self.start, self.weights.pairs[names[0]].a.shape
-        kept = [0 if tensor is None else tensor.data_ptr() for tensor in (narrow, narrow_grads)]
-        call = np.array(
-            [
-                (0, rows, width, rank, len(sites), sites.ctypes.data, self.weights.scale, *_matrix(inputs),
-                 *_matrix(input_grads), *kept, self._line(names))
-            ],
-            adapters.ADAPTER,
-        )  # fmt: skip
-        threads = min(torch.get_num_threads(), -(-rows // adapters.BLOCK_ROWS))
-        openmp.run(function(), call.ctypes.data, threads)
+        sites, table = self.sites.copy(), self.adapters.copy()
+        lines = np.array([tensor.stride(0) for tensor in wide])
+        sites["output_line"] = lines
+        sites["outputs"] = [tensor.data_ptr() for tensor in wide] + self.starts[:, None] * (ITEM * lines)
+        table["site_table"] = sites.ctypes.data + np.arange(len(sites)) * sites.strides[0]
+        for name, tensor in tensors.items():
+            if tensor.dim() == 2:
+                table[LINES[name]] = tensor.stride(0)
+                table[name] = tensor.data_ptr() + self.starts * (ITEM * tensor.stride(0))
+            elif tensor.numel():
+                table[name] = tensor.data_ptr() + self.offsets * ITEM
+        call = np.array([(0, len(table), table.ctypes.data)], adapters.CALL)
+        openmp.run(function(), call.ctypes.data, min(torch.get_num_threads(), self.blocks))
+
+
+def _site(weights: AdapterWeights, name: str) -> tuple[int, ...]:
+    """`cpu.adapters.SITE` of a projection without its outputs. Samplers need it at every step."""
+    if name in weights.addresses:
+        return weights.addresses[name]
+    pair, gradients = weights.pairs[name], weights.gradients.get(name)
+    buffers = (0, 0) if gradients is None else (gradients.a.data_ptr(), gradients.b.data_ptr())
+    site = len(pair.b), 0, 0, pair.a.data_ptr(), pair.a.stride(0), pair.b.data_ptr(), pair.b.stride(0), *buffers
+    if not weights.gradients:
+        weights.addresses[name] = site
+    return site
 
 
 def _slot(rank: int) -> int:
@@ -149,25 +164,37 @@ def _slot(rank: int) -> int:
     return -(-rank // 16) * 16
 
 
+def _line(rank: int, projections: int) -> int:
+    """`cpu.adapters.ADAPTER`'s line."""
+    return -(-projections * _slot(rank) // MULTIPLE_WIDTH) * MULTIPLE_WIDTH
+
+
 def _rows_of(tensor: Tensor) -> Tensor:
     """The tensor with the numbers of a row side by side."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
-def _matrix(tensor: Tensor | None) -> tuple[int, int]:
-    """Address, and numbers from one row to the next."""
-    return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.stride(0))
+def compiled_groups(placed: Sequence[PlacedAdapter]) -> tuple[list[CompiledAdapters], list[PlacedAdapter]]:
+    """Adapters in a group for each set of modules, and those of ranks that compiled functions do not compute."""
+    groups, others = dict[tuple[str, ...], list[PlacedAdapter]](), list[PlacedAdapter]()
+    for entry in placed:
+        if fits(entry[0]):
+            groups.setdefault(tuple(entry[0].pairs), []).append(entry)
+        else:
+            others.append(entry)
+    return [CompiledAdapters(members) for members in groups.values()], others
 
 
-def one_adapter(placed: PlacedAdapter, *, compiled: bool) -> AdapterSlice:
-    """An adapter at its positions, computed by compiled functions if these work and fit."""
-    kind = CompiledSlice if compiled and CompiledSlice.fits(placed[0]) else AdapterSlice
-    return kind(*placed)
+def fits(weights: AdapterWeights) -> bool:
+    """Whether compiled functions compute adapters of this rank."""
+    first = next(iter(weights.pairs.values()), None)
+    return first is not None and first.a.shape[-2] % MULTIPLE_RANK == 0
 
 
-def work_on(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether compiled functions compute adapters of this dtype on this device, and give the results of products."""
-    if not has_pair_products(device, dtype):
+def work_on(device: torch.device, dtype: torch.dtype, widths: Iterable[int]) -> bool:
+    """Whether compiled functions compute adapters of this dtype and projections of these widths on this device, and
+    give the results of products."""
+    if not has_pair_products(device, dtype) or any(width % MULTIPLE_WIDTH for width in widths):
         return False
     try:
         check()
@@ -179,7 +206,10 @@ def work_on(device: torch.device, dtype: torch.dtype) -> bool:
 
 def check() -> None:
     """Raises ValueError unless results are those of products."""
-    compiled, expected = _results(CompiledSlice), _results(AdapterSlice)
+    compiled, expected = (
+        _results(lambda placed: CompiledAdapters([placed])),
+        _results(lambda placed: AdapterSlice(*placed)),
+    )
     errors = [
         float((left - right).abs().max() / right.abs().max()) for left, right in zip(compiled, expected, strict=True)
     ]
@@ -187,7 +217,7 @@ def check() -> None:
         raise ValueError(f"results are wrong by {max(errors):.2g}")
 
 
-def _results(kind: type[AdapterSlice]) -> list[Tensor]:
+def _results(group_of: Callable[[PlacedAdapter], AdapterGroup]) -> list[Tensor]:
     """Outputs and gradients of two small projections."""
     draw = torch.Generator().manual_seed(0)
     names, rank, width = ("left", "right"), 24, MULTIPLE_WIDTH
@@ -198,9 +228,9 @@ def _results(kind: type[AdapterSlice]) -> list[Tensor]:
 
     pairs = {name: LoraPair(*(number(*shape).bfloat16() for shape in shapes)) for name in names}
     gradients = {name: LoraPair(*(torch.zeros(shape, device="cpu") for shape in shapes)) for name in names}
-    adapter = kind(AdapterWeights(0.5, pairs, gradients), 1, CHECK_POSITIONS + 1)
+    group = group_of((AdapterWeights(0.5, pairs, gradients), 1, CHECK_POSITIONS + 1))
     inputs, left, right, input_grad = (number(CHECK_POSITIONS + 2, width).bfloat16() for _ in range(4))
-    narrow = adapter.forward(inputs, (left, right), names)
-    adapter.backward(input_grad, (left, right), names, inputs, narrow)
+    narrow = group.forward(inputs, (left, right), names)
+    group.backward(input_grad, (left, right), names, inputs, narrow)
     buffers = [buffer for name in names for buffer in (gradients[name].a, gradients[name].b)]
     return [tensor.float() for tensor in (left, right, input_grad, *buffers)]

@@ -66,7 +66,7 @@ class ActiveAdapters:
     projections."""
 
     def __init__(self, *, compiled: bool = False) -> None:
-        """`compiled`: whether compiled functions compute adapters that are not in batches."""
+        """`compiled`: whether compiled functions compute adapters."""
         self._compiled, self._served = compiled, ThreadState(_Served)
 
     @property
@@ -103,7 +103,8 @@ class ActiveAdapters:
         grouped, others = grouped_adapters.group_adapters(
             [entry for entry in placed if entry[1] < entry[2]], served.stacks
         )
-        served.placed, served.groups = tuple(placed), [*grouped, *group_adapters(others, compiled=self._compiled)]
+        compiled, others = compiled_adapters.compiled_groups(others) if self._compiled else ([], others)
+        served.placed, served.groups = tuple(placed), [*grouped, *compiled, *group_adapters(others)]
         if placed:
             served.stacks = [each.stacks for each in grouped]
 
@@ -136,12 +137,13 @@ def adapt(base: BaseModel) -> ActiveAdapters:
 
     Returns the ActiveAdapters that they share. Raises Unsupported for a model with linear modules of unknown meaning.
     """
-    active = ActiveAdapters(compiled=compiled_adapters.work_on(base.device, base.dtype))
-    for target in list(targets.targets(base.model)):
-        if isinstance(target, targets.LinearTarget):
-            parent, _, leaf = target.name.rpartition(".")
-            module: Any = base.model.get_submodule(target.name)
-            setattr(base.model.get_submodule(parent), leaf, LoraLinear(module, target, active))
+    linear = [target for target in targets.targets(base.model) if isinstance(target, targets.LinearTarget)]
+    widths = {width for target in linear for site in target.sites for width in (site.inputs, site.outputs)}
+    active = ActiveAdapters(compiled=compiled_adapters.work_on(base.device, base.dtype, widths))
+    for target in linear:
+        parent, _, leaf = target.name.rpartition(".")
+        module: Any = base.model.get_submodule(target.name)
+        setattr(base.model.get_submodule(parent), leaf, LoraLinear(module, target, active))
     install_experts(base.model, active)
     return active
 
@@ -267,7 +269,7 @@ class _Project(torch.autograd.Function):
         return input_grad, None, None
 
 
-def group_adapters(placed: Sequence[PlacedAdapter], *, compiled: bool = False) -> list[AdapterSlice | AdapterBatch]:
+def group_adapters(placed: Sequence[PlacedAdapter]) -> list[AdapterSlice | AdapterBatch]:
     """Batch neighbouring adapters of one shape and similar length; the others are computed one by one.
 
     On GPUs, where launches cost more than rows that are not neighbours, all adapters of one shape and similar length.
@@ -280,7 +282,7 @@ def group_adapters(placed: Sequence[PlacedAdapter], *, compiled: bool = False) -
     for key, neighbours in groupby(placed, key=_batch_key):
         members = list(neighbours)
         if key is None or len(members) < MIN_BATCH_ADAPTERS:
-            slices += [compiled_adapters.one_adapter(entry, compiled=compiled) for entry in members]
+            slices += [AdapterSlice(weights, start, stop) for weights, start, stop in members]
         else:
             batches.append(_adapter_batch(members))
     return [*batches, *slices]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tinsmith.engine.lora import compiled_adapters
 from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair, PlacedAdapter
+from tinsmith.engine.lora.adapter_groups import AdapterSlice
 from tinsmith.engine.lora.head.blocks import PackedTargets, ScoreBlock, block_rows, plan_blocks
 from tinsmith.engine.lora.head.choice import products_of, softmax_on
 from tinsmith.engine.lora.head.products import Addition
@@ -71,7 +72,7 @@ class LMHead:
         self._rule = rule
         self.block_rows = rows or block_rows(len(weight), weight.device)
         self._products = products_of(weight, None if rule.bias is None else rule.bias.float())
-        self._compiled = compiled_adapters.work_on(weight.device, weight.dtype)
+        self._compiled = compiled_adapters.work_on(weight.device, weight.dtype, weight.shape)
         self._softmax = softmax_on(weight.device)
 
     def logits(self, hidden: Tensor, weights: AdapterWeights | None) -> Tensor:
@@ -155,9 +156,9 @@ class LMHead:
                 pair, own = weights.pairs[HEAD], [HEAD] if weights.gradients else []
                 rounded = LoraPair(pair.a.to(hidden.dtype), pair.b.to(hidden.dtype))
                 gradients = {name: weights.gradients[name] for name in own}
-                adapter = compiled_adapters.one_adapter(
-                    (AdapterWeights(weights.scale, {HEAD: rounded}, gradients), start, stop), compiled=self._compiled
-                )
+                entry = AdapterWeights(weights.scale, {HEAD: rounded}, gradients), start, stop
+                compiled = self._compiled and compiled_adapters.fits(entry[0])
+                adapter = compiled_adapters.CompiledAdapters([entry]) if compiled else AdapterSlice(*entry)
                 adapter.backward(result, [logits_grad], [HEAD], hidden, adapter.narrow_of(hidden, [HEAD]))
         return result
 
