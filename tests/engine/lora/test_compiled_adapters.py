@@ -103,7 +103,7 @@ def test_results_do_not_depend_on_threads() -> None:
             compiled.backward(input_grad, grads, names, inputs, compiled.forward(inputs, wide, names))
         buffers = [buffer for name in names for buffer in (weights.gradients[name].a, weights.gradients[name].b)]
         results.append([*wide, input_grad, *buffers])
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
 
 
 def test_columns_of_a_wider_output_are_added_to() -> None:
@@ -141,7 +141,7 @@ def test_adapters_of_a_group_are_computed_as_each_alone(count: int) -> None:
                 group.backward(input_grad, grads, names, inputs, narrow)
         pairs = [each for weights, _, _ in placed for each in weights.gradients.values()]
         results.append([*wide, input_grad, *(buffer for pair in pairs for buffer in (pair.a, pair.b))])
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
 
 
 def test_narrow_alone_is_that_of_forward() -> None:

@@ -19,6 +19,7 @@ from numba import carray, njit  # pyright: ignore[reportAttributeAccessIssue] - 
 from tinsmith.engine.cpu.pairs import (
     BLOCK,
     PANEL_LINE,
+    add_products,
     even,
     in_blocks,
     in_panels,
@@ -107,15 +108,15 @@ def forward_block(adapter: Any, sites: Any, a_panels: Any, b_panels: Any, narrow
     rows, line, width, rank = min(BLOCK_ROWS, adapter.rows - first), adapter.line, adapter.width, adapter.rank
     for column in range(0, line, PAIR_COLUMNS):
         multiply_pairs(narrow, column, line, pointer(adapter.inputs), first * adapter.input_line, adapter.input_line, 2,
-                       a_panels, column * width, PANEL_LINE, width, np.float32(1), rows, False)  # fmt: skip
+                       a_panels, column * width, PANEL_LINE, width, np.float32(1), rows)  # fmt: skip
     at = 0
     for number in range(adapter.sites):
         site = sites[number]
         outputs, start = pointer(site.outputs), first * site.output_line
         for column in range(0, site.columns, PAIR_COLUMNS):
-            multiply_pairs(outputs, start + column, site.output_line, narrow, number * in_blocks(rank), line, 2,
-                           b_panels, (at + column) * rank, PANEL_LINE, rank, np.float32(adapter.scale), rows,
-                           True)  # fmt: skip
+            add_products(outputs, start + column, site.output_line, narrow, number * in_blocks(rank), line, 2,
+                           b_panels, (at + column) * rank, PANEL_LINE, rank, np.float32(adapter.scale),
+                         rows)  # fmt: skip
         at += site.columns
     if adapter.narrow:
         lay_rows(pointer(adapter.narrow), first * line, 2 * line, narrow, 0, line, rows, line)
@@ -171,13 +172,12 @@ def backward_block(adapter: Any, sites: Any, a_panels: Any, b_panels: Any, narro
         grads, start = pointer(site.outputs), first * site.output_line
         for column in range(0, rank, PAIR_COLUMNS):
             multiply_pairs(narrow_grads, number * slot + column, line, grads, start, site.output_line, 2, b_panels,
-                           at + column * site.columns, PANEL_LINE, site.columns, np.float32(1), rows,
-                           False)  # fmt: skip
+                           at + column * site.columns, PANEL_LINE, site.columns, np.float32(1), rows)  # fmt: skip
         at += site.columns * in_panels(rank)
     start = first * adapter.input_grad_line
     for column in range(0, adapter.width, PAIR_COLUMNS):
-        multiply_pairs(pointer(adapter.input_grads), start + column, adapter.input_grad_line, narrow_grads, 0, line, 2,
-                       a_panels, column * depth, PANEL_LINE, depth, np.float32(adapter.scale), rows, True)  # fmt: skip
+        add_products(pointer(adapter.input_grads), start + column, adapter.input_grad_line, narrow_grads, 0, line, 2,
+                       a_panels, column * depth, PANEL_LINE, depth, np.float32(adapter.scale), rows)  # fmt: skip
     if adapter.narrow_grads:
         lay_rows(pointer(adapter.narrow_grads), first * adapter.line, 2 * adapter.line, narrow_grads, 0, line, rows,
                  depth)  # fmt: skip
@@ -223,9 +223,9 @@ def add_a_grads(adapter: Any, sites: Any, column: Any, panel: Any) -> None:
     slot, depth = in_blocks(adapter.rank), even(adapter.rows)
     lay_rows(panel, 0, PANEL_LINE, pointer(adapter.inputs), column, adapter.input_line, adapter.rows, PAIR_COLUMNS)
     for number in range(adapter.sites):
-        multiply_pairs(pointer(np.float64(sites[number].a_grads)), column, adapter.width, pointer(adapter.narrow_grads),
+        add_products(pointer(np.float64(sites[number].a_grads)), column, adapter.width, pointer(adapter.narrow_grads),
                        2 * number * slot, 2, 2 * adapter.line, panel, 0, PANEL_LINE, depth, np.float32(adapter.scale),
-                       adapter.rank, True)  # fmt: skip
+                       adapter.rank)  # fmt: skip
 
 
 @njit(inline="always")
@@ -238,7 +238,7 @@ def add_b_grads(adapter: Any, sites: Any, column: Any, panel: Any, sums: Any, sc
     site = sites[number]
     lay_rows(panel, 0, PANEL_LINE, pointer(site.outputs), column, site.output_line, adapter.rows, PAIR_COLUMNS)
     multiply_pairs(sums, 0, PAIR_COLUMNS, pointer(adapter.narrow), 2 * number * slot, 2, 2 * adapter.line, panel, 0,
-                   PANEL_LINE, depth, np.float32(adapter.scale), rank, False)  # fmt: skip
+                   PANEL_LINE, depth, np.float32(adapter.scale), rank)  # fmt: skip
     add_transposed(pointer(np.float64(site.b_grads)), column * rank, sums, scratch, rank)
 
 

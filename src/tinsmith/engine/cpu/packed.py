@@ -371,7 +371,7 @@ def _kinds(is_float32: bool) -> tuple[type[Any], type[Any]]:
 @cache
 def forward_function(is_float32: bool) -> Any:
     """A C function of a pointer to a PASS, which lives as long as this object: fills the outputs."""
-    number, kept = _kinds(is_float32)
+    number, dtype = _kinds(is_float32)
 
     @c_function
     def attend(argument):
@@ -380,9 +380,9 @@ def forward_function(is_float32: bool) -> Any:
         queries, outputs = pointer(number(whole.queries.data)), pointer(number(whole.outputs.data))
         group, width, value_width = whole.group, whole.key_width, whole.value_width
         value_line, line = padded(value_width), padded(whole.keys_at_most) + TILE_COLUMNS
-        key_columns, value_rows = np.empty(line * even(width), kept), np.empty(line * value_line, kept)
-        query, output = np.zeros(BLOCK_ROWS * even(width), kept), np.zeros(BLOCK_ROWS * value_line, np.float32)
-        scores, probs = np.zeros(BLOCK_ROWS * line, np.float32), np.zeros(BLOCK_ROWS * line, kept)
+        key_columns, value_rows = np.empty(line * even(width), dtype), np.empty(line * value_line, dtype)
+        query, output = np.zeros(BLOCK_ROWS * even(width), dtype), np.zeros(BLOCK_ROWS * value_line, np.float32)
+        scores, probs = np.zeros(BLOCK_ROWS * line, np.float32), np.zeros(BLOCK_ROWS * line, dtype)
         part = atomic_next(argument)
         while part < whole.parts:
             for item in range(bounds[part], bounds[part + 1]):
@@ -411,7 +411,7 @@ def forward_function(is_float32: bool) -> Any:
 def backward_function(is_float32: bool) -> Any:
     """A C function of a pointer to a PASS, which lives as long as this object: fills the gradients of queries, and adds
     to those of keys and values."""
-    number, kept = _kinds(is_float32)
+    number, dtype = _kinds(is_float32)
 
     @c_function
     def attend_backward(argument):
@@ -423,10 +423,10 @@ def backward_function(is_float32: bool) -> Any:
         key_grads, value_grads = pointer(np.float64(whole.key_grads.data)), pointer(np.float64(whole.value_grads.data))
         group, width, value_width = whole.group, whole.key_width, whole.value_width
         key_line, value_line, line = padded(width), padded(value_width), padded(whole.keys_at_most) + TILE_COLUMNS
-        key_columns, value_columns = np.empty(line * even(width), kept), np.empty(line * even(value_width), kept)
+        key_columns, value_columns = np.empty(line * even(width), dtype), np.empty(line * even(value_width), dtype)
         key_rows, key_sums = np.zeros(line * key_line, np.float32), np.empty(line * key_line, np.float32)
-        value_sums, output_grad = np.empty(line * value_line, np.float32), np.zeros(BLOCK_ROWS * value_line, kept)
-        query, query_grad = np.zeros(BLOCK_ROWS * key_line, kept), np.zeros(BLOCK_ROWS * key_line, np.float32)
+        value_sums, output_grad = np.empty(line * value_line, np.float32), np.zeros(BLOCK_ROWS * value_line, dtype)
+        query, query_grad = np.zeros(BLOCK_ROWS * key_line, dtype), np.zeros(BLOCK_ROWS * key_line, np.float32)
         probs, probs_pairs = np.zeros(BLOCK_ROWS * line, np.float32), np.zeros(BLOCK_ROWS * line, np.uint16)
         grads, grads_pairs = np.zeros(BLOCK_ROWS * line, np.float32), np.zeros(BLOCK_ROWS * value_line, np.uint16)
         part = atomic_next(argument)

@@ -2,7 +2,8 @@
 
 Two numbers that follow each other in the depth of a product are a pair. The right side of a product is laid out in
 panels of PAIR_COLUMNS columns, each [depth / 2, PAIR_COLUMNS, 2]. The left side has the pairs of each row side by side,
-as in memory, or those of all rows: [depth / 2, rows, 2].
+as in memory, or those of all rows: [depth / 2, rows, 2]. Functions that many others call are not compiled into these,
+which would take seconds more.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def in_blocks(columns: Any) -> Any:
     return (columns + BLOCK - 1) // BLOCK * BLOCK
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def lay_rows(
     target: Any, place: Any, line: Any, numbers: Any, start: Any, stride: Any, rows: Any, columns: Any
 ) -> None:
@@ -76,7 +77,7 @@ def lay_depth(panel: Any, place: Any, numbers: Any, start: Any, stride: Any, dep
         pair_columns(panel, place + k // 2 * PANEL_LINE, numbers, start + k, stride, columns, 8)
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def lay_columns(panels: Any, column: Any, numbers: Any, start: Any, stride: Any, depth: Any, columns: Any) -> None:
     """The transposed matrix numbers [columns, depth] in panels [panels, depth / 2, PAIR_COLUMNS, 2] from a column on,
     which begins a block; `columns` and depth are multiples of 8, and zeros follow to the end of a block."""
@@ -89,22 +90,27 @@ def lay_columns(panels: Any, column: Any, numbers: Any, start: Any, stride: Any,
             lay_depth(panels, place, numbers, start + c * stride, stride, depth, 8)
 
 
-@njit(inline="always")
-def multiply_pairs(
-    outputs: Any, place: Any, line: Any, left: Any, first: Any, left_line: Any, left_step: Any,
-    right: Any, start: Any, right_line: Any, depth: Any, factor: Any, rows: Any, adds: Any,
-) -> None:  # fmt: skip
-    """`pair_tile` of any number of rows."""
-    row = 0
-    while row + PAIR_ROWS <= rows:
-        pair_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right, start,
-                  right_line, depth, factor, PAIR_ROWS, adds)  # fmt: skip
-        row += PAIR_ROWS
-    if row + HALF_ROWS <= rows:
-        pair_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right, start,
-                  right_line, depth, factor, HALF_ROWS, adds)  # fmt: skip
-        row += HALF_ROWS
-    while row < rows:
-        pair_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right, start,
-                  right_line, depth, factor, 1, adds)  # fmt: skip
-        row += 1
+def _multiply(*, adds: bool) -> Any:
+    @njit(error_model="numpy")
+    def multiply(
+        outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, factor, rows
+    ):
+        row = 0
+        while row + PAIR_ROWS <= rows:
+            pair_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right,
+                      start, right_line, depth, factor, PAIR_ROWS, adds)  # fmt: skip
+            row += PAIR_ROWS
+        if row + HALF_ROWS <= rows:
+            pair_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right,
+                      start, right_line, depth, factor, HALF_ROWS, adds)  # fmt: skip
+            row += HALF_ROWS
+        while row < rows:
+            pair_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right,
+                      start, right_line, depth, factor, 1, adds)  # fmt: skip
+            row += 1
+
+    return multiply
+
+
+multiply_pairs, add_products = _multiply(adds=False), _multiply(adds=True)
+"""`pair_tile` of any number of rows, which the second adds to the outputs."""
