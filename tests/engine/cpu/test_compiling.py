@@ -1,38 +1,69 @@
-"""Functions are compiled while a model is read."""
+"""Functions are compiled by other processes while a model is read."""
 
 from __future__ import annotations
 
-import threading
+import subprocess
+from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from tinsmith.engine.cpu.compiling import compile_ahead
-from tinsmith.engine.cpu.instructions import has_pair_products
+from tinsmith.engine.cpu.compiling import compile_ahead, compile_part
 
 pytest.importorskip("numba")
 
-from tinsmith.engine.cpu import logits, packed
+from tinsmith.engine.cpu import primitives
 
 
-def test_functions_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = list[tuple[str, bool]]()
-    for name in ("forward_function", "backward_function"):
-        monkeypatch.setattr(packed, name, lambda is_float32, name=name: compiled.append((name, is_float32)))
-    monkeypatch.setattr(logits, "logits_function", lambda: compiled.append(("logits_function", False)))
-    for dtype in (torch.bfloat16, torch.float32):
-        compile_ahead(dtype).join()
-    names = {
-        False: ["forward_function", "backward_function"]
-        + ["logits_function"] * has_pair_products(torch.device("cpu"), torch.bfloat16)
-    }
-    names[True] = ["forward_function", "backward_function"]
-    assert compiled == [(name, is_float32) for is_float32 in (False, True) for name in names[is_float32]]
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Numba's cache folder, as this process sees it."""
+    monkeypatch.setattr(primitives.config, "CACHE_DIR", str(tmp_path / "numba"))
+    return tmp_path / "numba"
 
 
-def test_failure_to_compile_ahead_is_left_to_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    failures = list[object]()
-    monkeypatch.setattr(threading, "excepthook", failures.append)
-    monkeypatch.setattr(packed, "forward_function", lambda _is_float32: 1 / 0)
-    compile_ahead(torch.float32).join()
-    assert failures == []
+@pytest.mark.parametrize(("products", "parts"), [(False, ["attention"]), (True, ["attention", "products"])])
+def test_each_part_is_compiled_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, products: bool, parts: list[str]
+) -> None:
+    commands = list[list[str]]()
+
+    def run(command: list[str], **_: Any) -> None:
+        commands.append(command[1:])
+        folder.mkdir(exist_ok=True)
+        (folder / "-".join(command[-2:])).touch()
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for _ in range(2):
+        compile_ahead("bfloat16", products=products).join()
+    module = "tinsmith.engine.cpu.compiling"
+    assert sorted(commands) == [["-m", module, part, "bfloat16"] for part in parts]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError("no memory"), subprocess.TimeoutExpired("compile", 1), subprocess.CalledProcessError(1, "compile")],
+)
+def test_failure_is_left_to_the_first_call(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def run(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(subprocess, "run", run)
+    compile_ahead("float32", products=False).join()
+    assert not folder.exists()
+
+
+@pytest.mark.usefixtures("folder")
+def test_another_process_fills_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "numba"))
+    compile_ahead("float32", products=False).join()
+    files = {file.name.split("-")[0] for file in (tmp_path / "numba").rglob("*.nbc")}
+    assert {name for name in files if name.startswith("packed.")} == {
+        "packed.forward_function.locals.attend", "packed.backward_function.locals.attend_backward"
+    }  # fmt: skip
+    assert (tmp_path / "numba" / "attention-float32").exists()
+
+
+def test_parts_that_are_compiled_are_read(folder: Path) -> None:
+    compile_part("attention", "float32")
+    assert (folder / "attention-float32").exists()

@@ -1,35 +1,71 @@
-"""Compiles functions before the model that calls them is there."""
+"""Compiles functions before the model that calls them is there: seconds, which other processes take.
+
+In this process they would take the time of what reads the model, because Numba compiles under Python's lock. A process
+compiles one part of the functions into Numba's cache folder, with a file that says so. Imports no PyTorch, which takes
+as long to import as a part to compile.
+"""
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
 import threading
-from contextlib import suppress
+from pathlib import Path
 
-import torch
+log = logging.getLogger(__name__)
 
-from tinsmith.engine.cpu.arguments import KINDS
-from tinsmith.engine.cpu.instructions import has_pair_products
+COMPILE_S = 300
+"""What takes longer is left to the first call."""
 
 
-def compile_ahead(dtype: torch.dtype) -> threading.Thread:
-    """Compile the functions for this dtype in the thread that is returned: seconds, where no process has done it
-    before. Where they do not compile, their first call says so."""
+def compile_ahead(kind: str, *, products: bool) -> threading.Thread:
+    """Compile the functions for float32 or bfloat16, with those of products in pairs or without; the thread that is
+    returned ends when they are compiled. What does not compile is left to its first call, which says so."""
+    parts = ["attention", *["products"] * products]
 
-    def compile_them() -> None:
-        with suppress(Exception):
-            from tinsmith.engine.cpu import packed
+    def wait_for_all() -> None:
+        missing = [part for part in parts if not _marker(part, kind).exists()]
+        threads = [threading.Thread(target=_compile_elsewhere, args=(part, kind), name="compile") for part in missing]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
-            packed.forward_function(KINDS[dtype] is float)
-            packed.backward_function(KINDS[dtype] is float)
-            if has_pair_products(torch.device("cpu"), dtype):
-                from tinsmith.engine.cpu import adapters, logits
+    whole = threading.Thread(target=wait_for_all, name="compile")
+    whole.start()
+    return whole
 
-                logits.logits_function()
-                logits.backward_function()
-                adapters.forward_function()
-                adapters.backward_function()
-                adapters.gradient_function()
 
-    thread = threading.Thread(target=compile_them, name="compile")
-    thread.start()
-    return thread
+def compile_part(part: str, kind: str) -> None:
+    """Compile the functions of a part, or read them from the cache folder."""
+    from tinsmith.engine.cpu import adapters, logits, packed
+
+    if part == "attention":
+        packed.forward_function(kind == "float32")
+        packed.backward_function(kind == "float32")
+    else:
+        for function in (logits.logits_function, adapters.forward_function, adapters.backward_function,
+                         adapters.gradient_function, logits.backward_function):  # fmt: skip
+            function()
+    marker = _marker(part, kind)
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    marker.touch()
+
+
+def _compile_elsewhere(part: str, kind: str) -> None:
+    command = [sys.executable, "-m", __name__, part, kind]
+    try:
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        log.info("Functions are not compiled ahead: %s", error)
+
+
+def _marker(part: str, kind: str) -> Path:
+    from tinsmith.engine.cpu.primitives import config  # with Numba
+
+    return Path(config.CACHE_DIR) / f"{part}-{kind}"
+
+
+if __name__ == "__main__":
+    compile_part(*sys.argv[1:])

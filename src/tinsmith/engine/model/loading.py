@@ -28,7 +28,7 @@ from tinsmith.engine.base import ModelCard
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.cpu.arguments import has_loops
 from tinsmith.engine.cpu.compiling import compile_ahead
-from tinsmith.engine.cpu.instructions import cpu_bfloat16
+from tinsmith.engine.cpu.instructions import cpu_bfloat16, has_pair_products
 from tinsmith.engine.images import tower
 from tinsmith.engine.images.tower import VisionTower
 from tinsmith.engine.load_checks import LoadChecks, checks_of
@@ -68,8 +68,9 @@ def load(config: EngineConfig) -> BaseModel:
 def read(config: EngineConfig) -> LoadedModel:
     """Read a model's files. Raises ConfigError."""
     device = device_of(config.device)
-    if config.path != "general" and has_loops(device, likely := dtype_of(config.dtype, device)):
-        compile_ahead(likely)  # while files are fetched, converted and read
+    likely, compiling = dtype_of(config.dtype, device), None  # compiling: while files are fetched, converted and read
+    if config.path != "general" and has_loops(device, likely):
+        compiling = compile_ahead(precision.dtype_name(likely), products=has_pair_products(device, likely))
     located = locate(config.source)
     if not sys.stderr.isatty():  # progress bars clutter a log
         disable_progress_bar()
@@ -97,6 +98,8 @@ def read(config: EngineConfig) -> LoadedModel:
         vision = None
         if auto is AutoModelForImageTextToText:
             model, vision = tower.detach(model, processor)
+    if compiling is not None:
+        compiling.join()
     chosen = config.model_copy(update={"dtype": precision.dtype_name(dtype)})
     checks = checks_of(chosen, Path(located.folder)) if device.type == "cpu" else None
     return LoadedModel(model, tokenizer, config.source, located.tokenizer, vision if processor else None, checks)
