@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tinsmith.engine.cpu import calls as compiled_calls
 from tinsmith.engine.cpu.calls import AttentionCall, CompiledCalls, KeyRun
+from tinsmith.engine.cpu.instructions import has_pair_products
 
 pytest.importorskip("numba")
+needs_pairs = pytest.mark.skipif(
+    not has_pair_products(torch.device("cpu"), torch.bfloat16), reason="needs AVX512-BF16, no AMX, and Numba"
+)
 
 
 KEYS = 150
@@ -94,10 +99,12 @@ def error(actual: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", pytest.param("pairs", marks=needs_pairs)])
 @pytest.mark.parametrize("name", CASES)
-def test_output_and_gradients(name: str, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_and_gradients(name: str, kind: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompiledCalls, "_threads", lambda *_: threads)
+    monkeypatch.setattr(compiled_calls, "kind_of", lambda _: kind)
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
     case, bound = CASES[name], 1e-6 if dtype == torch.float32 else 1e-2
     query, key, value, output_grad = drawn(case, dtype)
     calls, queries = CompiledCalls.of(case.calls), torch.zeros(KEYS, dtype=torch.bool)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.cpu import openmp
-from tinsmith.engine.cpu.arguments import KINDS
+from tinsmith.engine.cpu.instructions import kind_of
 
 THREAD_SCORES = 1 << 14
 """Scores of a layer from which several threads are faster than one."""
@@ -123,7 +123,7 @@ class CompiledCalls:
 
     def _run(
         self,
-        function: Callable[[bool], Any],
+        function: Callable[[str], Any],
         query: Tensor,
         sources: Sequence[tuple[Tensor, Tensor]],
         scale: float,
@@ -155,7 +155,7 @@ class CompiledCalls:
         }
         step = np.array([tuple(fields.get(name, absent) for name, absent in packed.NOTHING.items())], packed.PASS)
         threads = min(self._threads(key.shape[1]), len(bounds) - 1)
-        openmp.run(function(KINDS[query.dtype] is float), step.ctypes.data, threads)
+        openmp.run(function(kind_of(query.dtype)), step.ctypes.data, threads)
 
     def _bounds(self, heads: int) -> np.ndarray:
         """Bounds of parts of about as many scores, one for each thread."""

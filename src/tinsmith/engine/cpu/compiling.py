@@ -19,10 +19,10 @@ COMPILE_S = 300
 """What takes longer is left to the first call."""
 
 
-def compile_ahead(kind: str, *, products: bool) -> threading.Thread:
-    """Compile the functions for float32 or bfloat16, with those of products in pairs or without; the thread that is
-    returned ends when they are compiled. What does not compile is left to its first call, which says so."""
-    parts = ["attention", *["products"] * products]
+def compile_ahead(kind: str) -> threading.Thread:
+    """Compile the functions for an `instructions.Kind`; the thread that is returned ends when they are compiled. What
+    does not compile is left to its first call, which says so."""
+    parts = ["attention", *["products"] * (kind == "pairs")]
 
     def wait_for_all() -> None:
         missing = [part for part in parts if not _marker(part, kind).exists()]
@@ -42,8 +42,8 @@ def compile_part(part: str, kind: str) -> None:
     from tinsmith.engine.cpu import adapters, logits, packed
 
     if part == "attention":
-        packed.forward_function(kind == "float32")
-        packed.backward_function(kind == "float32")
+        packed.forward_function(kind)
+        packed.backward_function(kind)
     else:
         for function in (logits.logits_function, adapters.forward_function, adapters.backward_function,
                          adapters.gradient_function, logits.backward_function):  # fmt: skip

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from tinsmith.engine.cpu.arguments import has_loops
+from tinsmith.engine.cpu.arguments import KINDS, has_loops
 
 Bfloat16 = Literal["fast", "slow", "emulated"]
 """How a CPU multiplies bfloat16: faster than float32, slower though it has instructions for it, or without them."""
+Kind = Literal["float32", "bfloat16", "pairs"]
+"""What compiled functions multiply: float32, bfloat16 widened to it, or bfloat16 in pairs."""
 
 
 def cpu_bfloat16(root: Path = Path("/")) -> Bfloat16:
@@ -28,6 +31,7 @@ def cpu_bfloat16(root: Path = Path("/")) -> Bfloat16:
     return "slow" if "GenuineIntel" in words and "avx512_fp16" in words else "fast"
 
 
+@cache
 def has_pair_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether compiled products of bfloat16 with float32 results are the fastest on this device: in AVX512-BF16's
     instruction for pairs of numbers, and not where AMX, or float32, is faster."""
@@ -38,3 +42,10 @@ def has_pair_products(device: torch.device, dtype: torch.dtype) -> bool:
     from tinsmith.engine.cpu.vectors import HAS_PAIRS  # with Numba
 
     return HAS_PAIRS
+
+
+def kind_of(dtype: torch.dtype) -> Kind:
+    """What compiled functions multiply fastest on this CPU if their arguments have this dtype."""
+    if KINDS[dtype] is float:
+        return "float32"
+    return "pairs" if has_pair_products(torch.device("cpu"), dtype) else "bfloat16"

@@ -3,7 +3,7 @@
 A call is some consecutive queries and the runs of keys that they see, the last of which are masked. A key head of a
 call is computed at once: its keys and values are copied as float32, laid out for products, and its queries follow in
 blocks. Scores and probabilities are rounded to the dtype, as products round them; gradients are float32 inside. Where
-the processor multiplies pairs of bfloat16 numbers, factors that are bfloat16 values are laid out as such (`pairs`).
+the processor is fastest with pairs of bfloat16 numbers, factors of bfloat16 values are laid out as such (`pairs`).
 
 Each query head's row of a query is one row of its block, those that share a key head side by side.
 """
@@ -37,7 +37,6 @@ from tinsmith.engine.cpu.tiles import (
     pair_tile,
     product_tile,
 )
-from tinsmith.engine.cpu.vectors import HAS_PAIRS
 
 MATRIX = np.dtype([("data", "i8"), ("head", "i8"), ("token", "i8")])
 """Address of numbers [heads, tokens, width], and numbers from one head and token to the next."""
@@ -362,16 +361,15 @@ def tables_of(whole: Any) -> Any:
     )
 
 
-def _kinds(is_float32: bool) -> tuple[type[Any], type[Any]]:
-    """What the addresses of numbers are made, and the numbers that products read: bfloat16 in pairs where the processor
-    multiplies these."""
-    return (np.float64 if is_float32 else np.int64), (np.uint16 if HAS_PAIRS and not is_float32 else np.float32)
+def _types(kind: str) -> tuple[type[Any], type[Any]]:
+    """What the addresses of numbers are made, and the numbers that products read, for an `instructions.Kind`."""
+    return (np.float64 if kind == "float32" else np.int64), (np.uint16 if kind == "pairs" else np.float32)
 
 
 @cache
-def forward_function(is_float32: bool) -> Any:
+def forward_function(kind: str) -> Any:
     """A C function of a pointer to a PASS, which lives as long as this object: fills the outputs."""
-    number, dtype = _kinds(is_float32)
+    number, dtype = _types(kind)
 
     @c_function
     def attend(argument):
@@ -408,10 +406,10 @@ def forward_function(is_float32: bool) -> Any:
 
 
 @cache
-def backward_function(is_float32: bool) -> Any:
+def backward_function(kind: str) -> Any:
     """A C function of a pointer to a PASS, which lives as long as this object: fills the gradients of queries, and adds
     to those of keys and values."""
-    number, dtype = _kinds(is_float32)
+    number, dtype = _types(kind)
 
     @c_function
     def attend_backward(argument):

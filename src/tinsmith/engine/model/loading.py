@@ -28,7 +28,7 @@ from tinsmith.engine.base import ModelCard
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.cpu.arguments import has_loops
 from tinsmith.engine.cpu.compiling import compile_ahead
-from tinsmith.engine.cpu.instructions import cpu_bfloat16, has_pair_products
+from tinsmith.engine.cpu.instructions import cpu_bfloat16, kind_of
 from tinsmith.engine.images import tower
 from tinsmith.engine.images.tower import VisionTower
 from tinsmith.engine.load_checks import LoadChecks, checks_of
@@ -70,7 +70,7 @@ def read(config: EngineConfig) -> LoadedModel:
     device = device_of(config.device)
     likely, compiling = dtype_of(config.dtype, device), None  # compiling: while files are fetched, converted and read
     if config.path != "general" and has_loops(device, likely):
-        compiling = compile_ahead(precision.dtype_name(likely), products=has_pair_products(device, likely))
+        compiling = compile_ahead(kind_of(likely))
     located = locate(config.source)
     if not sys.stderr.isatty():  # progress bars clutter a log
         disable_progress_bar()
