@@ -9,14 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.cpu.processor import needs_pairs
 from tinsmith.engine.cpu import calls as compiled_calls
 from tinsmith.engine.cpu.calls import AttentionCall, CompiledCalls, KeyRun
-from tinsmith.engine.cpu.instructions import has_pair_products
 
 pytest.importorskip("numba")
-needs_pairs = pytest.mark.skipif(
-    not has_pair_products(torch.device("cpu"), torch.bfloat16), reason="needs AVX512-BF16, no AMX, and Numba"
-)
 
 
 KEYS = 150

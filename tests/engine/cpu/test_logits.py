@@ -8,14 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinsmith.engine.cpu.instructions import has_pair_products
+from tests.engine.cpu.processor import needs_pairs, pytorch_threads
 from tinsmith.engine.lora.head import choice
 from tinsmith.engine.lora.head.products import Addition, CompiledProducts, Float32Products
-
-CPU = torch.device("cpu")
-needs_pairs = pytest.mark.skipif(
-    not has_pair_products(CPU, torch.bfloat16), reason="needs AVX512-BF16, no AMX, and Numba"
-)
 
 
 def additions_of(rows: int, words: int, spans: list[tuple[int, int, int]]) -> list[Addition]:
@@ -54,15 +49,11 @@ def test_products_are_exact_to_float32(
     draw = torch.Generator().manual_seed(0)
     weight, hidden = (torch.randn(count, width, generator=draw).bfloat16() for count in (words, rows))
     bias, additions = torch.randn(words, generator=draw), additions_of(rows, words, spans)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
+    with pytorch_threads(threads):
         for own in (None, bias):
             actual = CompiledProducts(weight, own)(hidden, additions)
             wanted = exact(hidden, weight, additions, own)
             torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=1e-5 * width**0.5)
-    finally:
-        torch.set_num_threads(before)
 
 
 @needs_pairs

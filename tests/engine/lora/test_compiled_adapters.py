@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
 
-from tinsmith.engine.cpu.instructions import has_pair_products
+from tests.engine.cpu.processor import needs_pairs, pytorch_threads
 from tinsmith.engine.lora import compiled_adapters
 from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair
 from tinsmith.engine.lora.compiled_adapters import CompiledAdapters, compiled_groups
 from tinsmith.engine.lora.linear import ActiveAdapters
 
-pytestmark = pytest.mark.skipif(
-    not has_pair_products(torch.device("cpu"), torch.bfloat16), reason="needs AVX512-BF16, no AMX, and Numba"
-)
+pytestmark = needs_pairs
 SCALE = 0.5
 NEAR = 1e-2
 """Of the largest result: bfloat16 rounds narrow, its gradient and the results to 1/256 of a number."""
@@ -41,16 +37,6 @@ def numbers(rows: int, columns: int, seed: int) -> Tensor:
 
 def assert_near(actual: Tensor, wanted: Tensor) -> None:
     assert float((actual.double() - wanted).abs().max() / wanted.abs().max()) < NEAR
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -76,7 +62,7 @@ def test_outputs_and_gradients_match_float64(
     grads = [numbers(stop + 2, columns, 3 + columns) for columns in outputs]
     results, input_grad = [each.clone() for each in before], numbers(stop + 2, width, 4)
     input_grad_before, compiled = input_grad.clone(), CompiledAdapters([(weights, start, stop)])
-    with threads(count):
+    with pytorch_threads(count):
         narrow = compiled.forward(inputs, results, names)
         compiled.backward(input_grad, grads, names, inputs, narrow)
 
@@ -99,7 +85,7 @@ def test_results_do_not_depend_on_threads() -> None:
         weights = adapter(16, 64, outputs)
         wide, grads = [numbers(300, n, 1) for n in outputs], [numbers(300, n, 2) for n in outputs]
         inputs, input_grad, compiled = numbers(300, 64, 3), numbers(300, 64, 4), CompiledAdapters([(weights, 0, 300)])
-        with threads(count):
+        with pytorch_threads(count):
             compiled.backward(input_grad, grads, names, inputs, compiled.forward(inputs, wide, names))
         buffers = [buffer for name in names for buffer in (weights.gradients[name].a, weights.gradients[name].b)]
         results.append([*wide, input_grad, *buffers])
@@ -135,7 +121,7 @@ def test_adapters_of_a_group_are_computed_as_each_alone(count: int) -> None:
         groups = [CompiledAdapters(members) for members in ([placed] if together else [[entry] for entry in placed])]
         inputs, input_grad = numbers(310, 64, 1), numbers(310, 64, 2)
         wide, grads = [numbers(310, n, 3) for n in outputs], [numbers(310, n, 4) for n in outputs]
-        with threads(count):
+        with pytorch_threads(count):
             for group in groups:
                 narrow = group.forward(inputs, wide, names)
                 group.backward(input_grad, grads, names, inputs, narrow)

@@ -76,7 +76,7 @@ BLOCK_ROWS = 64
 
 @njit(inline="always")
 def total_columns(sites: Any) -> Any:
-    """Of the outputs of all sites."""
+    """Columns of the outputs of all sites."""
     total = 0
     for site in sites:
         total += site.columns
@@ -91,7 +91,7 @@ def blocks_of(rows: Any) -> Any:
 
 @njit(inline="always")
 def lay_forward(a_panels: Any, b_panels: Any, adapter: Any, sites: Any) -> None:
-    """A of all sites, and B of each, transposed."""
+    """Lay out A of all sites and B of each, transposed, as panels."""
     at, slot = 0, in_blocks(adapter.rank)
     for number in range(adapter.sites):
         site = sites[number]
@@ -114,9 +114,8 @@ def forward_block(adapter: Any, sites: Any, a_panels: Any, b_panels: Any, narrow
         site = sites[number]
         outputs, start = pointer(site.outputs), first * site.output_line
         for column in range(0, site.columns, PAIR_COLUMNS):
-            add_products(outputs, start + column, site.output_line, narrow, number * in_blocks(rank), line, 2,
-                           b_panels, (at + column) * rank, PANEL_LINE, rank, np.float32(adapter.scale),
-                         rows)  # fmt: skip
+            add_products(outputs, start + column, site.output_line, narrow, number * in_blocks(rank), line, 2, b_panels,
+                         (at + column) * rank, PANEL_LINE, rank, np.float32(adapter.scale), rows)  # fmt: skip
         at += site.columns
     if adapter.narrow:
         lay_rows(pointer(adapter.narrow), first * line, 2 * line, narrow, 0, line, rows, line)
@@ -149,7 +148,7 @@ def forward_function() -> Any:
 
 @njit(inline="always")
 def lay_backward(a_panels: Any, b_panels: Any, adapter: Any, sites: Any) -> None:
-    """A of all sites, and B of each."""
+    """Lay out A of all sites and B of each as panels."""
     at, slot, rank = 0, in_blocks(adapter.rank), adapter.rank
     for number in range(adapter.sites):
         site = sites[number]
@@ -177,7 +176,7 @@ def backward_block(adapter: Any, sites: Any, a_panels: Any, b_panels: Any, narro
     start = first * adapter.input_grad_line
     for column in range(0, adapter.width, PAIR_COLUMNS):
         add_products(pointer(adapter.input_grads), start + column, adapter.input_grad_line, narrow_grads, 0, line, 2,
-                       a_panels, column * depth, PANEL_LINE, depth, np.float32(adapter.scale), rows)  # fmt: skip
+                     a_panels, column * depth, PANEL_LINE, depth, np.float32(adapter.scale), rows)  # fmt: skip
     if adapter.narrow_grads:
         lay_rows(pointer(adapter.narrow_grads), first * adapter.line, 2 * adapter.line, narrow_grads, 0, line, rows,
                  depth)  # fmt: skip
@@ -224,8 +223,8 @@ def add_a_grads(adapter: Any, sites: Any, column: Any, panel: Any) -> None:
     lay_rows(panel, 0, PANEL_LINE, pointer(adapter.inputs), column, adapter.input_line, adapter.rows, PAIR_COLUMNS)
     for number in range(adapter.sites):
         add_products(pointer(np.float64(sites[number].a_grads)), column, adapter.width, pointer(adapter.narrow_grads),
-                       2 * number * slot, 2, 2 * adapter.line, panel, 0, PANEL_LINE, depth, np.float32(adapter.scale),
-                       adapter.rank)  # fmt: skip
+                     2 * number * slot, 2, 2 * adapter.line, panel, 0, PANEL_LINE, depth, np.float32(adapter.scale),
+                     adapter.rank)  # fmt: skip
 
 
 @njit(inline="always")

@@ -103,40 +103,9 @@ def padded(count: Any) -> Any:
     return (count + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
 
 
-@njit(inline="always")
-def lay_run_of_rows(
-    target: Any, at: Any, line: Any, numbers: Any, matrix: Any, head: Any, run: Any, width: Any
-) -> None:
-    """Read a run as rows from `at` on of a target [keys / 2, line, 2], and zeros after an odd number of keys."""
-    start, row = head * matrix.head + run.start * matrix.token, at % 2
-    if row and run.count:
-        for i in range(width):
-            target[at // 2 * 2 * line + 2 * i + 1] = numbers[start + i]
-    lay_rows(target, (at + row) // 2 * 2 * line, 2 * line, numbers, start + row * matrix.token, matrix.token,
-             run.count - row, width)  # fmt: skip
-
-
-@njit(inline="always")
-def lay_run_of_columns(target: Any, at: Any, numbers: Any, matrix: Any, head: Any, run: Any, width: Any) -> None:
-    """Read a run as columns from `at` on of panels [panels, width / 2, PAIR_COLUMNS, 2]."""
-    start, row = head * matrix.head + run.start * matrix.token, 0
-    while row < run.count:
-        key, own = at + row, start + row * matrix.token
-        place = key // PAIR_COLUMNS * PAIR_COLUMNS * even(width) + 2 * (key % PAIR_COLUMNS)
-        if key % BLOCK == 0 and row + BLOCK <= run.count and width % 8 == 0:
-            lay_depth(target, place, numbers, own, matrix.token, width, 16)
-            row += BLOCK
-        else:
-            for i in range(width):
-                target[place + i // 2 * PANEL_LINE + i % 2] = numbers[own + i]
-            if width % 2:
-                target[place + width // 2 * PANEL_LINE + 1] = 0
-            row += 1
-
-
 def read_rows(target: Any, at: Any, line: Any, numbers: Any, matrix: Any, head: Any, run: Any, width: Any) -> None:
-    """Read a run of keys or values as rows from `at` on of a target of `line` columns: float32 [keys, line], or pairs
-    of rows in panels."""
+    """Read a run of keys or values as rows from `at` on of a target: float32 [keys, line], or bfloat16 in pairs of rows
+    [keys / 2, line, 2], with zeros after an odd number of keys."""
 
 
 @overload(read_rows)
@@ -147,14 +116,19 @@ def _read_rows(target, at, line, numbers, matrix, head, run, width):
             copy_row(target, (at + row) * line, numbers, start + row * matrix.token, np.float32(1), width)
 
     def in_pairs(target, at, line, numbers, matrix, head, run, width):
-        lay_run_of_rows(target, at, line, numbers, matrix, head, run, width)
+        start, row = head * matrix.head + run.start * matrix.token, at % 2
+        if row:
+            for i in range(width):
+                target[at // 2 * 2 * line + 2 * i + 1] = numbers[start + i]
+        lay_rows(target, (at + row) // 2 * 2 * line, 2 * line, numbers, start + row * matrix.token, matrix.token,
+                 run.count - row, width)  # fmt: skip
 
     return in_pairs if target.dtype == types.uint16 else whole
 
 
 def read_columns(target: Any, at: Any, numbers: Any, matrix: Any, head: Any, run: Any, width: Any) -> None:
-    """Read a run of keys or values as columns from `at` on of a target, in tiles: float32 [tiles, even(width),
-    TILE_COLUMNS], or in panels of pairs."""
+    """Read a run of keys or values as columns from `at` on of a target: float32 [tiles, even(width), TILE_COLUMNS], or
+    bfloat16 in panels of pairs [panels, even(width) / 2, PAIR_COLUMNS, 2]."""
 
 
 @overload(read_columns)
@@ -167,7 +141,19 @@ def _read_columns(target, at, numbers, matrix, head, run, width):
                 store(target, column + i * TILE_COLUMNS, load(numbers, start + row * matrix.token + i))
 
     def in_pairs(target, at, numbers, matrix, head, run, width):
-        lay_run_of_columns(target, at, numbers, matrix, head, run, width)
+        start, row = head * matrix.head + run.start * matrix.token, 0
+        while row < run.count:
+            key, own = at + row, start + row * matrix.token
+            place = key // PAIR_COLUMNS * PAIR_COLUMNS * even(width) + 2 * (key % PAIR_COLUMNS)
+            if key % BLOCK == 0 and row + BLOCK <= run.count and width % 8 == 0:
+                lay_depth(target, place, numbers, own, matrix.token, width, 16)
+                row += BLOCK
+            else:
+                for i in range(width):
+                    target[place + i // 2 * PANEL_LINE + i % 2] = numbers[own + i]
+                if width % 2:
+                    target[place + width // 2 * PANEL_LINE + 1] = 0
+                row += 1
 
     return in_pairs if target.dtype == types.uint16 else whole
 
@@ -241,20 +227,8 @@ def multiply_by_columns(
 @overload(multiply_by_columns)
 def _multiply_by_columns(outputs, line, left, left_line, columns, width, rows, count):
     def whole(outputs, line, left, left_line, columns, width, rows, count):
-        multiply(
-            outputs,
-            line,
-            left,
-            left_line,
-            1,
-            columns,
-            even(width) * TILE_COLUMNS,
-            TILE_COLUMNS,
-            width,
-            rows,
-            count,
-            False,
-        )
+        multiply(outputs, line, left, left_line, 1, columns, even(width) * TILE_COLUMNS, TILE_COLUMNS, width, rows,
+                 count, False)  # fmt: skip
 
     def in_pairs(outputs, line, left, left_line, columns, width, rows, count):
         multiply_in_pairs(outputs, line, left, left_line, 2, columns, even(width) * PAIR_COLUMNS, PANEL_LINE, width,

@@ -151,8 +151,7 @@ def put_bits(builder: Any, pointer: Any, at: Any, vector: Any) -> None:
 
 def pairs_at(builder: Any, pointer: Any, at: Any) -> Any:
     """32 bfloat16 numbers."""
-    place = builder.bitcast(builder.gep(pointer, [at]), _bits(16).as_pointer())
-    return builder.bitcast(builder.load(place, align=2), _PAIRS)
+    return builder.bitcast(bits_at(builder, pointer, at, 32), _PAIRS)
 
 
 def pair_at(builder: Any, pointer: Any, at: Any) -> Any:

@@ -68,13 +68,14 @@ class CompiledAdapters:
         from tinsmith.engine.cpu import adapters
 
         tables, grads = self._tables_of(names), [_rows_of(grad) for grad in grads]
-        is_trained = inputs is not None and narrow is not None and self.has_gradients
-        narrow_grads = input_grad.new_empty(tables.narrow_size if is_trained else 0)
+        if inputs is None or narrow is None or not self.has_gradients:
+            tables.call(adapters.backward_function, grads, input_grads=input_grad)
+            return
+        narrow_grads = input_grad.new_empty(tables.narrow_size)
         tables.call(adapters.backward_function, grads, input_grads=input_grad, narrow_grads=narrow_grads)
-        if inputs is not None and narrow is not None and self.has_gradients:
-            tables.call(
-                adapters.gradient_function, grads, inputs=_rows_of(inputs), narrow=narrow, narrow_grads=narrow_grads
-            )
+        tables.call(
+            adapters.gradient_function, grads, inputs=_rows_of(inputs), narrow=narrow, narrow_grads=narrow_grads
+        )
 
     def narrow_of(self, inputs: Tensor, names: Sequence[str]) -> Tensor:
         """What `forward` returns, without outputs."""
@@ -123,7 +124,7 @@ class _Tables:
             sites.append([_site(weights, name) for name in names])
             sizes.append((stop - start + 1) // 2 * 2 * line)
         starts = np.array([start for _, start, _ in placed])
-        blocks = sum(-(-(stop - start) // adapters.BLOCK_ROWS) for _, start, stop in placed)
+        blocks = sum(adapters.blocks_of.py_func(stop - start) for _, start, stop in placed)
         offsets = np.cumsum([0, *sizes])
         return cls(np.array(rows, adapters.ADAPTER), np.array(sites, adapters.SITE), starts, offsets[:-1],
                    int(offsets[-1]), blocks)  # fmt: skip
@@ -160,13 +161,17 @@ def _site(weights: AdapterWeights, name: str) -> tuple[int, ...]:
 
 
 def _slot(rank: int) -> int:
-    """`cpu.pairs.in_blocks`."""
-    return -(-rank // 16) * 16
+    """Columns of narrow for each projection."""
+    from tinsmith.engine.cpu import pairs
+
+    return pairs.in_blocks.py_func(rank)
 
 
 def _line(rank: int, projections: int) -> int:
     """`cpu.adapters.ADAPTER`'s line."""
-    return -(-projections * _slot(rank) // MULTIPLE_WIDTH) * MULTIPLE_WIDTH
+    from tinsmith.engine.cpu import pairs
+
+    return pairs.in_panels.py_func(projections * _slot(rank))
 
 
 def _rows_of(tensor: Tensor) -> Tensor:

@@ -151,16 +151,20 @@ class LMHead:
     def _hidden_grad(self, hidden: Tensor, placed: Sequence[PlacedAdapter], logits_grad: Tensor) -> Tensor:
         """A block's d loss / d hidden [R, D]; adds the gradients of its adapters."""
         result = self._products.backward(logits_grad)
-        for weights, start, stop in placed:
-            if HEAD in weights.pairs:
-                pair, own = weights.pairs[HEAD], [HEAD] if weights.gradients else []
-                rounded = LoraPair(pair.a.to(hidden.dtype), pair.b.to(hidden.dtype))
-                gradients = {name: weights.gradients[name] for name in own}
-                entry = AdapterWeights(weights.scale, {HEAD: rounded}, gradients), start, stop
-                compiled = self._compiled and compiled_adapters.fits(entry[0])
-                adapter = compiled_adapters.CompiledAdapters([entry]) if compiled else AdapterSlice(*entry)
-                adapter.backward(result, [logits_grad], [HEAD], hidden, adapter.narrow_of(hidden, [HEAD]))
+        rounded = [
+            (_rounded(weights, hidden.dtype), start, stop) for weights, start, stop in placed if HEAD in weights.pairs
+        ]
+        compiled, others = compiled_adapters.compiled_groups(rounded) if self._compiled else ([], rounded)
+        for group in (*compiled, *(AdapterSlice(*entry) for entry in others)):
+            group.backward(result, [logits_grad], [HEAD], hidden, group.narrow_of(hidden, [HEAD]))
         return result
+
+
+def _rounded(weights: AdapterWeights, dtype: torch.dtype) -> AdapterWeights:
+    """The head's part of an adapter in a dtype, with its gradient buffers."""
+    pair = weights.pairs[HEAD]
+    gradients = {HEAD: weights.gradients[HEAD]} if weights.gradients else {}
+    return AdapterWeights(weights.scale, {HEAD: LoraPair(pair.a.to(dtype), pair.b.to(dtype))}, gradients)
 
 
 def _entropy_of(block: ScoreBlock, scores: TargetScores, grads: ScoreGrads) -> tuple[Tensor, Tensor] | None:
