@@ -7,6 +7,7 @@ asyncio.run; or leave out `_restore` of the watchdog.
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
 import os
@@ -113,7 +114,7 @@ def test_folder_and_signal_actions_are_restored(tmp_path, monkeypatch, caplog):
     assert signal.getsignal(signal.SIGINT) is action
 
 
-def test_workflow_that_ignores_its_cancellation_is_left(tmp_path, monkeypatch):
+def test_workflow_that_ignores_its_cancellation_is_left(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(guards, "GRACE_SECONDS", 0.1)
     monkeypatch.setattr(event_loop, "CLOSE_SECONDS", 0.1)
     workflow = {"type": "custom", "path": f"{HERE}:never_ends"}
@@ -125,6 +126,9 @@ def test_workflow_that_ignores_its_cancellation_is_left(tmp_path, monkeypatch):
     failed = [line for line in lines if line["error"]]
     assert failed
     assert {line["error"] for line in failed} == {"timed out after 0.2 seconds"}
+    gc.collect()  # asyncio reports tasks that are destroyed before their end
+    assert [record.name for record in caplog.records if "asyncio" in record.name] == []
+    assert "after its cancellation; the run ends without it" in caplog.text
 
 
 @pytest.mark.parametrize(

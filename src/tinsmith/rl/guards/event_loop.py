@@ -135,11 +135,20 @@ def _close(loop: asyncio.AbstractEventLoop, work: asyncio.Task[Any]) -> None:
         if task.done() and not task.cancelled() and task is not work and (error := task.exception()) is not None:
             log.warning("A task failed at the end of the run: %s: %s", type(error).__name__, error)
     _run_until_done(loop, loop.create_task(loop.shutdown_asyncgens()))
+    if remaining := sum(not task.done() for task in tasks):
+        log.warning(
+            "User code goes on in %s after its cancellation; the run ends without it", counted(remaining, "task")
+        )
+        loop.set_exception_handler(_ignore)
     loop.close()
 
 
 async def _wait(tasks: set[asyncio.Task[Any]]) -> None:
     await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+
+
+def _ignore(_loop: asyncio.AbstractEventLoop, _context: dict[str, Any]) -> None:
+    """For errors of a closed loop: its remaining tasks were reported, and asyncio would report each of them again."""
 
 
 def _threads_of(loop: asyncio.AbstractEventLoop) -> str:
