@@ -49,8 +49,8 @@ def sharing(work: Batch, budget: int | None = None) -> float:
     waiting, computed = deque(rows), 0.0
     while waiting:
         taken, tokens = packing.take_rows(waiting, budget, whole_trees=True)
-        cut = packing.cut(packing.pack(taken), budget)
-        computed += tokens + (FORWARD * cut.ancestors if cut else 0)
+        pieces = packing.cut(packing.pack(taken), budget) or ()
+        computed += tokens + FORWARD * sum(len(piece.own) for piece in pieces if piece.saves)
     return work.tokens / computed
 
 

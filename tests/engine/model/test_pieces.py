@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -49,19 +48,35 @@ def test_pieces_see_what_the_tree_sees(forks: list[tuple[int, int]], budget: int
     if cut is None:
         assert len(tree.tokens) <= (2 * budget if len(tree.chunks) == 1 else budget)
         return
-    np.testing.assert_array_equal(np.concatenate([piece.own for piece in cut.pieces]), np.arange(len(tree.tokens)))
-    assert all(len(piece.own) <= budget for piece in cut.pieces)
-    ancestors = np.concatenate([np.empty(0, np.int64), *(piece.own for piece in cut.forward)])
-    assert len(ancestors) == cut.ancestors
+    assert all(len(piece.own) <= budget for piece in cut)
+    pieces = [piece for piece in cut if not piece.saves]
+    np.testing.assert_array_equal(np.concatenate([piece.own for piece in pieces[::-1]]), np.arange(len(tree.tokens)))
     seen = visible(tree, np.arange(len(tree.tokens)), 0)
-    for piece in (*cut.pieces, *cut.forward):
-        keys = np.concatenate([ancestors[piece.path], piece.own])
-        for query, of_query in visible(piece.tree, keys, len(piece.path)).items():
+    saved = later = np.empty(0, np.int64)
+    for piece in cut:
+        keys = np.concatenate([saved[: piece.past], piece.own])
+        for query, of_query in visible(piece.tree, keys, piece.past).items():
             assert of_query == seen[query], (query, budget)
-    for piece, later in pairwise(cut.pieces):
-        shared = len(later.path) - len(piece.ancestors)
-        np.testing.assert_array_equal(later.path[:shared], piece.path[:shared])
-        np.testing.assert_array_equal(ancestors[later.path[shared:]], piece.own[piece.ancestors])
+        if piece.saves:
+            saved = keys
+            continue
+        path, shared = saved[: piece.past], len(later) - len(piece.ancestors)
+        np.testing.assert_array_equal(later[:shared], path[:shared])
+        np.testing.assert_array_equal(later[shared:], piece.own[piece.ancestors])
+        later = path
+
+
+@settings(deadline=None, max_examples=100)
+@given(FORKS, st.integers(1, 50))
+def test_ancestors_of_cuts_are_saved_once(forks: list[tuple[int, int]], budget: int) -> None:
+    rows = rows_of(forks, np.random.default_rng(0))
+    tree = packing.pack([packing.PackedRow(key=key, adapter=0, tokens=row) for key, row in enumerate(rows)])
+    cut = packing.cut(tree, budget) or ()
+    saved = [position for piece in cut if piece.saves for position in piece.own.tolist()]
+    cuts = [int(piece.own[0]) for piece in cut if not piece.saves]
+    seen = visible(tree, np.arange(len(tree.tokens)), 0)
+    assert len(saved) == len(set(saved))
+    assert set(saved) == {position for start in cuts for position in seen[start] - {start}}
 
 
 def visible(tree: packing.PackedTree, keys: np.ndarray, past: int) -> dict[int, set[int]]:

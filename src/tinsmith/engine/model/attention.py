@@ -15,7 +15,7 @@ Without them, CPUs compute bfloat16 attention as batched matrix products (`batch
 that share a key head folded into the rows: the flash kernel's backward is slow there. The matrices of probabilities
 [Hkv, G Q, K] are computed again for the backward, so that memory grows linearly with the length of a row.
 
-A piece of a tree (`packing.cut`) also sees saved keys and values of the positions before it. Its backward adds their
+A piece of a tree (`packing.cut`) also sees saved keys and values of its path. Its backward adds their
 gradients to those saved, and takes from these what later pieces have added to its own.
 
 Layers may differ in their rule: window, soft cap, sinks (`attention_kernels`). A window is a mask over depths along
@@ -126,17 +126,17 @@ class KernelCall:
 
 
 @dataclass(frozen=True, slots=True)
-class AncestorKV:
-    """Keys and values of the N ancestors of a tree's cuts, by layer, and their gradients from later pieces.
+class PathKV:
+    """Keys and values of the path of a tree's piece, by layer, and their gradients from later pieces.
 
-    Pieces are computed from the last to the first. Once one is computed, only the ancestors on its path have a gradient
+    Pieces are computed from the last to the first. Once one is computed, only the positions on its path have a gradient
     that is still to be used, so only these gradients are kept.
     """
 
     size: int
-    """N."""
+    """Length S of the longest path."""
     tensors: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """[1, Hkv, N, D]."""
+    """[1, Hkv, S, D]."""
     grads: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """float32 [1, Hkv, S, D], of keys and values on the path of the piece that was computed last."""
 
@@ -145,20 +145,18 @@ class AncestorKV:
 class PieceKV:
     """What a piece sees of the positions before it."""
 
-    saved: AncestorKV
+    saved: PathKV
     piece: Piece
-    saves: bool
-    """Whether its own keys and values are saved, as its positions are ancestors of cuts."""
 
     def layer(self, layer: int, key: Tensor, value: Tensor) -> PieceLayerKV:
         """The same of one layer, with its own keys and values."""
-        first = self.piece.first_ancestor
-        if layer not in self.saved.tensors:
+        tensors, past = self.saved.tensors, self.piece.past
+        if layer not in tensors:
             shapes = [(1, tensor.shape[1], self.saved.size, tensor.shape[3]) for tensor in (key, value)]
-            self.saved.tensors[layer] = key.new_empty(shapes[0]), value.new_empty(shapes[1])
-        if self.saves:
-            for saved, own in zip(self.saved.tensors[layer], (key, value), strict=True):
-                saved[:, :, first : first + own.shape[2]] = own.detach()
+            tensors[layer] = key.new_empty(shapes[0]), value.new_empty(shapes[1])
+        if self.piece.saves:
+            for saved, own in zip(tensors[layer], (key, value), strict=True):
+                saved[:, :, past : past + own.shape[2]] = own.detach()
         return PieceLayerKV(self, layer)
 
 
@@ -171,15 +169,14 @@ class PieceLayerKV:
 
     def joined(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """All that the piece sees: what is before it, then its own."""
-        path = torch.from_numpy(self.before.piece.path)
-        keys, values = (tensor.index_select(2, path) for tensor in self.before.saved.tensors[self.layer])
+        keys, values = (tensor[:, :, : self.before.piece.past] for tensor in self.before.saved.tensors[self.layer])
         return torch.cat([keys, key], 2), torch.cat([values, value], 2)
 
     def exchange(self, key_grad: Tensor, value_grad: Tensor) -> tuple[Tensor, Tensor]:
         """Given the float32 gradients of all that `joined` returned, keep those of what is before the piece, and return
         those of its own, both with what later pieces have kept for them."""
         piece, grads = self.before.piece, self.before.saved.grads
-        past, ancestors = len(piece.path), torch.from_numpy(piece.ancestors)
+        past, ancestors = piece.past, torch.from_numpy(piece.ancestors)
         if self.layer in grads:
             for new, later in zip((key_grad, value_grad), grads[self.layer], strict=True):
                 shared = later.shape[2] - len(ancestors)
@@ -257,7 +254,7 @@ class PackedAttention:
                 visible, skipped = self._windowed(job, first, last, visible, window)
                 runs = after(runs, skipped)
             keys = tuple(KeyRun(start, stop) for start, stop in runs)
-            past = 0 if self.before is None else len(self.before.piece.path)
+            past = 0 if self.before is None else self.before.piece.past
             start = job.start - past
             yield AttentionCall(start + first, start + last, keys, visible)
 
@@ -275,7 +272,7 @@ class PackedAttention:
         self, job: AttentionJob, first: int, last: int, visible: np.ndarray | None, window: int
     ) -> tuple[np.ndarray, int]:
         """What the job's queries first..last see within the window, and the number of leading keys that none sees."""
-        past = 0 if self.before is None else len(self.before.piece.path)
+        past = 0 if self.before is None else self.before.piece.past
         own = self.tree.positions[job.start - past : job.stop - past]
         depth = 0 if job.mask is None else job.mask.shape[1] - len(own)
         key_depths = np.concatenate([np.arange(depth), own[:last]])

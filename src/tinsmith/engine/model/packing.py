@@ -12,11 +12,12 @@ of `longrope` shares positions only with others that have them.
 
 A tree that is larger than a micro-batch is cut into pieces, which are computed one at a time (`cut`). Its positions are
 in depth-first order, so a piece start..stop sees of earlier positions only the path to its first one, the ancestors of
-the cut, and of these only keys and values. First the ancestors of all cuts are computed forward, and their keys and
-values are saved. Then each piece is computed forward and backward, from the last to the first: when it is its turn, the
-gradients of its keys and values from all later pieces are known. The result is that of one pass over the tree, to
-rounding; activations take the memory of one piece, and only ancestors of cuts are computed forward twice. AReaL-DTA
-(arXiv 2602.00482) goes through a tree of rollouts in this order too.
+the cut, and of these only keys and values. Pieces are computed from the last to the first, each forward and backward:
+when it is its turn, the gradients of its keys and values from all later pieces are known. Before it, what its path does
+not have in common with the path of the piece before is computed forward, and the keys and values are saved. The result
+is that of one pass over the tree, to rounding. Activations take the memory of one piece, saved keys and values that of
+one path, and only ancestors of cuts are computed forward twice. AReaL-DTA (arXiv 2602.00482) goes through a tree of
+rollouts in this order too.
 
 Everything here is numpy, computed once for a pass and used by every layer.
 """
@@ -147,25 +148,13 @@ class Piece:
     """The positions. Its chunks and attention jobs number those of the path first, then its own."""
     own: np.ndarray
     """int64 [P]: the positions in the whole tree, rising."""
-    path: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """int64 [S]: what the first position sees before it, by number among the ancestors. No other position of the piece
-    sees more of what is before the piece."""
+    past: int = 0
+    """Length S of its path: what its first position sees before it. No other position of the piece sees more of what is
+    before the piece."""
+    saves: bool = False
+    """Whether it is computed forward only, and its keys and values are saved after the S that are saved already."""
     ancestors: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """int64: those of its own positions, by index in `own`, that later pieces see. These end the next piece's path."""
-    first_ancestor: int = 0
-    """The number of the first of these among all ancestors."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CutTree:
-    """The pieces of a tree."""
-
-    forward: tuple[Piece, ...]
-    """The ancestors of all cuts, in the order in which they are computed forward."""
-    pieces: tuple[Piece, ...]
-    """All positions, from the first to the last."""
-    ancestors: int
-    """Number of ancestors of cuts."""
 
 
 def sorted_for_packing(rows: Iterable[PackedRow]) -> list[PackedRow]:
@@ -254,25 +243,24 @@ def pack(rows: Sequence[PackedRow]) -> PackedTree:
     )
 
 
-def cut(tree: PackedTree, budget: int) -> CutTree | None:
-    """The tree, which must have no images, in pieces of at most `budget` positions; None if it stays whole."""
+def cut(tree: PackedTree, budget: int) -> tuple[Piece, ...] | None:
+    """The pieces of the tree, which must have no images, of at most `budget` positions, in the order in which they are
+    computed; None if it stays whole."""
     if len(tree.tokens) <= (LONG_ROW * budget if len(tree.chunks) == 1 else budget):
         return None
     bounds = [0, *_cuts(tree.positions, budget), len(tree.tokens)]
-    paths = [_path(tree, start) for start in bounds[:-1]]
-    is_ancestor = np.zeros(len(tree.tokens), bool)
-    is_ancestor[np.concatenate(paths)] = True
-    ranks = np.cumsum(is_ancestor) - is_ancestor
-    forward: list[Piece] = []
     pieces: list[Piece] = []
-    for path, (start, stop) in zip(paths, pairwise(bounds), strict=True):
-        own, first = np.arange(start, stop), int(ranks[start])
-        ancestors = np.flatnonzero(is_ancestor[start:stop])
-        piece = Piece(tree=_part(tree, path, own), own=own, path=ranks[path], ancestors=ancestors, first_ancestor=first)
-        pieces.append(piece)
-        if ancestors.size:
-            forward.append(replace(piece, tree=_part(tree, path, own[ancestors]), own=own[ancestors]))
-    return CutTree(forward=tuple(forward), pieces=tuple(pieces), ancestors=int(is_ancestor.sum()))
+    saved = np.empty(0, np.int64)
+    for start, stop in reversed(list(pairwise(bounds))):
+        path = _path(tree, start)
+        shared = int(np.searchsorted(saved, start))  # an ancestor of a later cut is in the piece, or also one of this
+        for first in range(shared, len(path), budget):
+            own = path[first : first + budget]
+            pieces.append(Piece(tree=_part(tree, path[:first], own), own=own, past=first, saves=True))
+        own = np.arange(start, stop)
+        pieces.append(Piece(tree=_part(tree, path, own), own=own, past=len(path), ancestors=saved[shared:] - start))
+        saved = path
+    return tuple(pieces)
 
 
 def contiguous_runs(positions: np.ndarray) -> tuple[tuple[int, int], ...]:

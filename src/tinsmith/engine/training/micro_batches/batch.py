@@ -1,8 +1,8 @@
 """A micro-batch: rows of runs, packed into one tree, their targets and losses, and the pieces that are computed.
 
-A tree that fits is one piece. A larger one, always of one run, is cut (`packing.cut`): the positions that later pieces
-see are computed forward, then all pieces forward and backward, from the last to the first. The loss of a row is added
-when the piece that it ends in is computed: by then all its targets have a log-probability.
+A tree that fits is one piece. A larger one, always of one run, is cut (`packing.cut`): pieces are computed forward and
+backward from the last to the first, and before each those positions that it sees. The loss of a row is added when the
+piece that it ends in is computed: by then all its targets have a log-probability.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tinsmith.engine.lora.adapter import PlacedAdapter
 from tinsmith.engine.lora.head.blocks import PackedTargets
 from tinsmith.engine.lora.lm_head import ScoreGrads, TargetScores
 from tinsmith.engine.model import packing
-from tinsmith.engine.model.attention import AncestorKV, PieceKV
+from tinsmith.engine.model.attention import PathKV, PieceKV
 from tinsmith.engine.training.run_rows import RunItem
 from tinsmith.engine.training.training_run import TrainingRun
 from tinsmith.routed_experts import RouterShape
@@ -91,21 +91,14 @@ class MicroBatch:
         if cut is None:
             yield self._piece(packing.Piece(tree=self.tree, own=np.arange(len(self.tree.tokens))))
             return
-        saved = AncestorKV(cut.ancestors)
+        saved = PathKV(max(piece.past for piece in cut))
         is_scored = np.zeros(len(self.tree.tokens), bool)
-        for piece in cut.forward:
-            yield self._piece(piece, PieceKV(saved, piece, saves=True), backward=False)
+        for piece in cut:
+            yield self._piece(piece, PieceKV(saved, piece), is_scored)
             is_scored[piece.own] = True
-        for piece in reversed(cut.pieces):
-            yield self._piece(piece, PieceKV(saved, piece, saves=False), is_scored)
 
     def _piece(
-        self,
-        piece: packing.Piece,
-        kv: PieceKV | None = None,
-        is_scored: np.ndarray | None = None,
-        *,
-        backward: bool = True,
+        self, piece: packing.Piece, kv: PieceKV | None = None, is_scored: np.ndarray | None = None
     ) -> ScoredPiece:
         """Positions of `is_scored` have scores already: only targets that may have a gradient are scored again."""
         places = np.full(len(self.tree.tokens), -1)
@@ -114,14 +107,14 @@ class MicroBatch:
         if is_scored is not None:
             wanted &= (self._grad_mask | ~is_scored)[self._targets.at]
         numbers = np.flatnonzero(wanted)
-        ends = [key for key, index in self.tree.index.items() if backward and places[index[-1]] >= 0]
+        ends = [key for key, index in self.tree.index.items() if not piece.saves and places[index[-1]] >= 0]
         return ScoredPiece(
             tree=piece.tree,
             adapters=adapter.place_adapters(piece.tree.spans, self._weights),
             own=piece.own,
             numbers=numbers,
             targets=PackedTargets(places[self._targets.at[numbers]], self._targets.ids[numbers]),
-            grad_mask=self._grad_mask[piece.own] if self.with_grad and backward else None,
+            grad_mask=self._grad_mask[piece.own] if self.with_grad and not piece.saves else None,
             ends=ends,
             kv=kv,
         )
