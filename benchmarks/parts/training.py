@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from benchmarks.baseline import Baseline, load
 from benchmarks.comparison import Comparison, Line, Setting, in_turns, rotate, timed
 from benchmarks.engine_driver import EngineDriver
 from benchmarks.workloads import Batch, grpo
+from tinsmith.engine.lora import compiled_adapters
 from tinsmith.engine.lora.linear import LoraLinear
 from tinsmith.engine.lora.matmul import FrozenLinear
 from tinsmith.engine.model import packing
@@ -156,17 +158,20 @@ def _shapes(ours: EngineDriver) -> dict[str, tuple[int, int]]:
 
 @torch.no_grad()
 def peak_rates(ours: EngineDriver) -> dict[tuple[int, int], float]:
-    """FLOP/s of each shape's product at a micro-batch's height, where and as the base is: the best of five."""
+    """FLOP/s of each shape's product at a micro-batch's height, where and as the base is: the best of five, by oneDNN
+    or by our compiled function."""
     rates = {}
     device, dtype = ours.engine.card.device, getattr(torch, ours.engine.card.dtype)
+    forms = {False, compiled_adapters.work_on(device, dtype)}
     for height, width in weight_flops(ours):
         left, right = (torch.randn(rows, width, device=device, dtype=dtype) for rows in (HEIGHT, height))
-        fixed = FrozenLinear(right).reorder(backward=False)
+        fixed = [FrozenLinear(right).reorder(backward=False, panels=panels) for panels in forms]
 
-        def product(left: torch.Tensor = left, fixed: FrozenLinear = fixed) -> None:
-            fixed(left)
+        def product(form: FrozenLinear, left: torch.Tensor = left) -> None:
+            form(left)
             if left.device.type == "cuda":
                 torch.cuda.synchronize()
 
-        rates[height, width] = 2 * HEIGHT * height * width / min(timed(product) for _ in range(6))
+        best = min(timed(partial(product, form)) for _ in range(6) for form in fixed)
+        rates[height, width] = 2 * HEIGHT * height * width / best
     return rates

@@ -16,7 +16,7 @@ from torch import Tensor
 from tinsmith.engine import model_facts
 from tinsmith.engine.base import LoraSpec, ModelCard
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.lora import adapter, linear, matmul
+from tinsmith.engine.lora import adapter, compiled_adapters, linear, matmul
 from tinsmith.engine.memory_plan import (
     GB,
     MAX_PASS_TOKENS,
@@ -69,16 +69,18 @@ def reorder_weights(base: BaseModel, free: int) -> None:
     """
     wide = base.dtype == torch.float32
     reordered = not wide or torch.backends.cpu.get_cpu_capability() == "AVX512"
-    matrices = [module.frozen for module in base.model.modules() if isinstance(module, linear.LoraLinear)]
+    every = (module.frozen for module in base.model.modules() if isinstance(module, linear.LoraLinear))
+    matrices = [matrix for matrix in every if isinstance(matrix, matmul.FrozenLinear)]
     if wide:
         matrices = [matrix for matrix in matrices if matrix.shape.numel() >= matmul.LARGE_FLOAT32]
     # Reordering makes two matrices of one; float16 takes half of a float32 matrix.
     bytes_of_a_weight = (base.dtype.itemsize if reordered else 0) + (torch.float16.itemsize if wide else 0)
     if bytes_of_a_weight * sum(matrix.shape.numel() for matrix in matrices) * REORDER_MEMORY_SHARE > free:
         return
-    matmul.pack_float16(matrix for matrix in matrices if isinstance(matrix, matmul.FrozenLinear))
+    matmul.pack_float16(matrices)
+    panels = compiled_adapters.work_on(base.device, base.dtype)
     for matrix in matrices if reordered else ():
-        matrix.reorder()
+        matrix.reorder(panels=panels)
 
 
 def compile_attention(base: BaseModel) -> BaseModel:

@@ -39,14 +39,14 @@ def compile_ahead(kind: str) -> threading.Thread:
 
 def compile_part(part: str, kind: str) -> None:
     """Compile the functions of a part, or read them from the cache folder."""
-    from tinsmith.engine.cpu import adapters, logits, packed
+    from tinsmith.engine.cpu import logits, packed, projections
 
     if part == "attention":
         packed.forward_function(kind)
         packed.backward_function(kind)
     else:
-        for function in (logits.logits_function, adapters.forward_function, adapters.backward_function,
-                         adapters.gradient_function, logits.backward_function):  # fmt: skip
+        for function in (logits.logits_function, projections.forward_function, projections.backward_function,
+                         projections.gradient_function, logits.backward_function):  # fmt: skip
             function()
     marker = _marker(part, kind)
     marker.parent.mkdir(parents=True, exist_ok=True)

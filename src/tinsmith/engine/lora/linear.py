@@ -31,6 +31,7 @@ from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.lora import compiled_adapters, grouped_adapters, targets
 from tinsmith.engine.lora.adapter import AdapterLayout, AdapterSite, PlacedAdapter
 from tinsmith.engine.lora.adapter_groups import AdapterBatch, AdapterGroups, AdapterSlice, Padding
+from tinsmith.engine.lora.compiled_projections import Panels
 from tinsmith.engine.lora.experts.install import install as install_experts
 from tinsmith.engine.lora.experts.stack import stack_of
 from tinsmith.engine.lora.grouped_adapters import Stacks
@@ -139,7 +140,8 @@ def adapt(base: BaseModel) -> ActiveAdapters:
     """
     linear = [target for target in targets.targets(base.model) if isinstance(target, targets.LinearTarget)]
     widths = {width for target in linear for site in target.sites for width in (site.inputs, site.outputs)}
-    active = ActiveAdapters(compiled=compiled_adapters.work_on(base.device, base.dtype, widths))
+    compiled = compiled_adapters.fit(widths) and compiled_adapters.work_on(base.device, base.dtype)
+    active = ActiveAdapters(compiled=compiled)
     for target in linear:
         parent, _, leaf = target.name.rpartition(".")
         module: Any = base.model.get_submodule(target.name)
@@ -227,10 +229,26 @@ def _sites(
     return names, columns, copies
 
 
+def _panels(projections: Sequence[Projection]) -> list[Panels] | None:
+    """The matrices of projections that compiled functions compute in one call, with their adapters; None of others."""
+    panels = list[Panels]()
+    for projection in projections:
+        frozen = projection.frozen
+        if projection.slices or not isinstance(frozen, FrozenLinear) or frozen.panels is None:
+            return None
+        panels.append(frozen.panels)
+    for projection in projections:
+        projection.frozen.products += 1
+    return panels
+
+
 def _forward(
     inputs: Tensor, projections: Sequence[Projection], groups: AdapterGroups
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The outputs of each projection, and A x of each group."""
+    if (panels := _panels(projections)) is not None:
+        names = [projection.name for projection in projections]
+        return compiled_adapters.project(inputs, panels, groups, names)
     outputs = [projection.frozen(inputs) for projection in projections]
     if not groups:
         return outputs, []
@@ -257,14 +275,16 @@ class _Project(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        inputs, *narrow = ctx.saved_tensors or (None, *(None for _ in ctx.groups))
+        if (panels := _panels(ctx.projections)) is not None:
+            names = [projection.name for projection in ctx.projections]
+            return compiled_adapters.project_back(grads, panels, ctx.groups, names, inputs, narrow), None, None
         input_grad = ctx.projections[0].frozen.backward(grads[0])
         for grad, projection in zip(grads[1:], ctx.projections[1:], strict=True):
             input_grad = projection.frozen.backward(grad, onto=input_grad)
         names, columns, _ = _sites(ctx.projections, grads, write=False)
-        saved = ctx.saved_tensors
-        for number, group in enumerate(ctx.groups):
-            inputs, narrow = (saved[0], saved[1 + number]) if saved else (None, None)
-            group.backward(input_grad, columns, names, inputs, narrow)
+        for group, of_group in zip(ctx.groups, narrow, strict=True):
+            group.backward(input_grad, columns, names, inputs, of_group)
         ctx.projections = ctx.frozen  # frees decoded matrices before the layers below need theirs
         return input_grad, None, None
 

@@ -80,11 +80,6 @@ class QuantizedLinear:
         """A float32 copy of the dequantized matrix."""
         return FrozenLinear(self._matrix().float(), None if self._bias is None else self._bias.float())
 
-    def reorder(self, *, backward: bool = True) -> QuantizedLinear:
-        """Leave the matrix as it is: only plain ones are reordered."""
-        del backward
-        return self
-
     def __call__(self, rows: Tensor) -> Tensor:
         """rows [R, in] -> rows W^T + b [R, out], in new memory."""
         if len(rows) <= FEW_ROWS and rows.dtype == self.dtype:

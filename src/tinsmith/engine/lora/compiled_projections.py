@@ -1,0 +1,234 @@
+"""Frozen matrices and adapters on a CPU, multiplied by `cpu.projections` in place of PyTorch's products.
+
+One call computes all projections of an input with what an adapter adds to them. oneDNN's products of bfloat16 take 1.03
+to 1.06 times as long for hundreds of rows and 1.1 to 1.7 for few, and depend on their number in the last bit.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from ctypes import addressof, c_int64
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tinsmith.engine.cpu import openmp
+from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
+
+MULTIPLE_WIDTH = 32
+"""What widths must be multiples of."""
+ITEM = torch.bfloat16.itemsize
+PAIR_BYTES = 48
+"""Of a `cpu.projections.PAIR`."""
+SLOT = 16
+"""What columns of narrow are multiples of for each projection."""
+CACHED_NUMBERS = 196_608
+"""Numbers of a block of rows, so that it stays in a core's second cache beside a panel."""
+MOST_ROWS, LEAST_ROWS = 256, 32
+ADAPTER_ROWS = 64
+"""Rows of a block where only adapters are computed."""
+THREAD_WORK = 1 << 18
+"""Multiplications from which several threads compute a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """A frozen matrix W [out, in] and its bias, as compiled functions read them."""
+
+    columns: int
+    """out."""
+    forward: Tensor
+    """W^T in panels."""
+    backward: Tensor | None
+    """W in panels."""
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, *, backward: bool = True) -> Panels:
+        """Lay out a bfloat16 matrix, whose sizes are multiples of MULTIPLE_WIDTH."""
+        from tinsmith.engine.cpu import projections
+
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        out, width = weight.shape
+        forward = torch.empty(out * width, dtype=weight.dtype, device=weight.device)
+        transposed = torch.empty_like(forward) if backward else None
+        projections.lay_weights(forward.data_ptr(), weight.data_ptr(), weight.stride(0), width, out)
+        if transposed is not None:
+            projections.lay_transposed(transposed.data_ptr(), weight.data_ptr(), weight.stride(0), out, width)
+        return cls(out, forward, transposed, None if bias is None else bias.contiguous())
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTables:
+    """What of the calls for some projections and adapters is the same in each."""
+
+    adapters: Sequence[tuple[int, ...]]
+    """`cpu.projections.ADAPTER` [n] without narrow and its gradients, by rows."""
+    pairs: Any
+    """`cpu.projections.PAIR` [n, projections] in memory."""
+    offsets: Sequence[int]
+    """Where each adapter's part of narrow begins."""
+    narrow_size: int
+    rank: int
+    """The highest."""
+
+    @classmethod
+    def of(cls, placed: Sequence[PlacedAdapter], names: Sequence[str]) -> AdapterTables:
+        """The tables of adapters in the order of their rows, at the projections of an input."""
+        pairs = integers([number for weights, _, _ in placed for name in names for number in _pair(weights, name)])
+        first, each = addressof(pairs), len(names) * PAIR_BYTES
+        adapters, offsets, end, highest = list[tuple[int, ...]](), list[int](), 0, 0
+        for number, (weights, start, stop) in enumerate(placed):
+            rank = weights.pairs[names[0]].a.shape[0]
+            adapters.append((start, stop, rank, _bits(weights.scale), first + number * each))
+            offsets.append(end)
+            end, highest = end + (stop - start) * narrow_line(len(names), rank), max(highest, rank)
+        return cls(adapters, pairs, offsets, end, highest)
+
+    def with_parts(self, narrow: Tensor | None = None, narrow_grads: Tensor | None = None) -> Any:
+        """`cpu.projections.ADAPTER` [n] in memory, each with its part of these."""
+        values = list[int]()
+        starts = [0 if tensor is None or not tensor.numel() else tensor.data_ptr() for tensor in (narrow, narrow_grads)]
+        for adapter, offset in zip(self.adapters, self.offsets, strict=True):
+            values += adapter
+            values += [start and start + offset * ITEM for start in starts]
+        return integers(values)
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionCall:
+    """Tensors of a call: bfloat16, the numbers of a row side by side."""
+
+    inputs: Tensor
+    """[rows, in], or the gradient of these."""
+    wide: Sequence[Tensor]
+    """[rows, out] of each projection: the outputs or their gradients."""
+    panels: Sequence[Panels] | None
+    """The frozen matrices; None where only adapters are computed."""
+    tables: AdapterTables | None
+
+    def fill_outputs(self, narrow: Tensor | None = None) -> None:
+        """Fill the outputs, or add to them without `panels`; and fill narrow."""
+        from tinsmith.engine.cpu import projections
+
+        weights = None if self.panels is None else [panels.forward for panels in self.panels]
+        columns = sum([tensor.shape[1] for tensor in self.wide])
+        adapters = None if self.tables is None else self.tables.with_parts(narrow)
+        self._run(projections.forward_function(), weights, self.inputs.shape[1], columns, adapters)
+
+    def fill_input_grads(self, narrow_grads: Tensor | None = None, *, adds: bool) -> None:
+        """Fill the gradients of the inputs, or add to them; and fill those of narrow."""
+        from tinsmith.engine.cpu import projections
+
+        weights = None if self.panels is None else [_transposed(panels) for panels in self.panels]
+        depth = sum([tensor.shape[1] for tensor in self.wide])
+        adapters = None if self.tables is None else self.tables.with_parts(narrow_grads=narrow_grads)
+        self._run(projections.backward_function(), weights, depth, self.inputs.shape[1], adapters, adds=adds)
+
+    def add_gradients(self, narrow: Tensor, narrow_grads: Tensor) -> None:
+        """Add to the gradients of the adapters."""
+        from tinsmith.engine.cpu import projections
+
+        assert self.tables is not None
+        call = self._call(self._sites(None), 1, 1, self.tables.with_parts(narrow, narrow_grads))
+        openmp.run(projections.gradient_function(), addressof(call), torch.get_num_threads())
+
+    def _run(
+        self,
+        function: Any,
+        weights: Sequence[Tensor] | None,
+        depth: int,
+        columns: int,
+        adapters: Any,
+        *,
+        adds: bool = False,
+    ) -> None:
+        """Call a function of products of this depth, whose threads divide rows and columns among them."""
+        rows = self.inputs.shape[0]
+        block = ADAPTER_ROWS if weights is None else _block(rows, depth)
+        threads = torch.get_num_threads() if rows * depth * columns >= THREAD_WORK else 1
+        parts = 1
+        if threads > 1 and weights is not None:
+            parts = -(-2 * threads * block // rows)
+        panels = max(1, -(-columns // (MULTIPLE_WIDTH * parts)))
+        call = self._call(self._sites(weights), block, panels, adapters, adds=adds)
+        openmp.run(function, addressof(call), threads)
+
+    def _sites(self, weights: Sequence[Tensor] | None) -> Any:
+        """`cpu.projections.SITE` [projections]."""
+        values = list[int]()
+        for number, tensor in enumerate(self.wide):
+            bias = None if self.panels is None else self.panels[number].bias
+            values += (
+                tensor.shape[1],
+                0 if weights is None else weights[number].data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                tensor.data_ptr(),
+                tensor.stride(0),
+            )
+        return integers(values)
+
+    def _call(self, sites: Any, block: int, panels: int, adapters: Any, *, adds: bool = False) -> Any:
+        """`cpu.projections.CALL` in memory, which holds what it leads to."""
+        inputs, tables = self.inputs, self.tables
+        rows, width = inputs.shape
+        count, rank, table = (0, 0, 0) if tables is None else (len(tables.adapters), tables.rank, addressof(adapters))
+        call = integers(
+            (0, rows, block, panels, width, inputs.data_ptr(), inputs.stride(0), adds, len(self.wide), addressof(sites),
+             count, table, rank)
+        )  # fmt: skip
+        call.tables = sites, adapters
+        return call
+
+
+def integers(values: Sequence[int]) -> Any:
+    """An array of int64 in memory."""
+    return (c_int64 * len(values))(*values)
+
+
+def narrow_line(projections: int, rank: int) -> int:
+    """Numbers of a row of narrow, as `cpu.projections.line_of` has it."""
+    columns = projections * narrow_slot(rank)
+    return -(-columns // MULTIPLE_WIDTH) * MULTIPLE_WIDTH
+
+
+def narrow_slot(rank: int) -> int:
+    """Columns of narrow for each projection."""
+    return -(-rank // SLOT) * SLOT
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """The tensor with the numbers of a row side by side."""
+    return tensor if tensor.stride(1) == 1 else tensor.contiguous()
+
+
+def _block(rows: int, width: int) -> int:
+    """Rows of a block of a matrix [rows, width]."""
+    fitting = max(LEAST_ROWS, min(MOST_ROWS, CACHED_NUMBERS // width)) // 8 * 8
+    return max(1, min(rows, fitting))
+
+
+def _transposed(panels: Panels) -> Tensor:
+    assert panels.backward is not None
+    return panels.backward
+
+
+def _bits(number: float) -> int:
+    """The bits of a double as an integer."""
+    (bits,) = struct.unpack("q", struct.pack("d", number))
+    return bits
+
+
+def _pair(weights: AdapterWeights, name: str) -> tuple[int, ...]:
+    """`cpu.projections.PAIR`. Samplers need it at every step."""
+    if name in weights.addresses:
+        return weights.addresses[name]
+    pair, gradients = weights.pairs[name], weights.gradients.get(name)
+    buffers = (0, 0) if gradients is None else (gradients.a.data_ptr(), gradients.b.data_ptr())
+    own = pair.a.data_ptr(), pair.a.stride(0), pair.b.data_ptr(), pair.b.stride(0), *buffers
+    if not weights.gradients:
+        weights.addresses[name] = own
+    return own
