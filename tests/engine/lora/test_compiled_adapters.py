@@ -1,4 +1,4 @@
-"""Adapters that compiled functions compute against products in float64."""
+"""Projections and adapters that compiled functions compute against products in float64."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from tests.engine.cpu.processor import needs_pairs, pytorch_threads
-from tinsmith.engine.lora import compiled_adapters
+from tinsmith.engine.cpu import pairs, projections, tiles
+from tinsmith.engine.lora import compiled_adapters, compiled_projections
 from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair
+from tinsmith.engine.lora.adapter_groups import AdapterGroup, AdapterSlice
 from tinsmith.engine.lora.compiled_adapters import CompiledAdapters, compiled_groups
+from tinsmith.engine.lora.compiled_projections import Panels, ProjectionCall
 from tinsmith.engine.lora.linear import ActiveAdapters
 
 pytestmark = needs_pairs
@@ -150,15 +153,71 @@ def test_ranks_of_whole_blocks_are_grouped_by_modules() -> None:
             assert [type(group).__name__ for group in active.groups] == names
 
 
-def test_other_widths_are_not_compiled() -> None:
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("positions", "width", "outputs"), [(1, 64, [96, 32]), (77, 32, [64]), (300, 1024, [64, 32])])
+def test_projections_under_adapters_match_float64(positions: int, width: int, outputs: list[int], count: int) -> None:
+    """In one call with the frozen matrices, whose sums are rounded once; adapters of other ranks come after it."""
+    names, matrices = [str(number) for number in range(len(outputs))], [numbers(n, width, n) for n in outputs]
+    bias = numbers(1, outputs[0], 9)[0]
+    panels = [Panels.of(matrix, None if number else bias) for number, matrix in enumerate(matrices)]
+    spans = [(0, positions - positions // 3, 12), (positions - positions // 3, positions, 16)]
+    placed = [(adapter(rank, width, outputs), start, stop) for start, stop, rank in spans]
+    groups: list[AdapterGroup] = [AdapterSlice(*placed[0]), CompiledAdapters(placed[1:])]
+    inputs, grads = numbers(positions, width, 1), [numbers(positions, n, 2 + n) for n in outputs]
+    with pytorch_threads(count):
+        results, narrow = compiled_adapters.project(inputs, panels, groups, names)
+        input_grad = compiled_adapters.project_back(grads, panels, groups, names, inputs, narrow)
+
+    wanted = torch.zeros(positions, width, dtype=torch.float64)
+    for number, (name, result, matrix, grad) in enumerate(zip(names, results, matrices, grads, strict=True)):
+        whole = inputs.double() @ matrix.double().T + (0 if number else bias.double())
+        wanted += grad.double() @ matrix.double()
+        for weights, start, stop in placed:
+            a, b, rows = weights.pairs[name].a.double(), weights.pairs[name].b.double(), slice(start, stop)
+            above, x = grad[rows].double(), inputs[rows].double()
+            whole[rows] += SCALE * x @ a.T @ b.T
+            wanted[rows] += SCALE * above @ b @ a
+            assert_near(weights.gradients[name].a, 1 + SCALE * (above @ b).T @ x)
+            assert_near(weights.gradients[name].b, 1 + SCALE * above.T @ (x @ a.T))
+        assert_near(result, whole)
+    assert_near(input_grad, wanted)
+
+
+def test_what_a_row_gives_does_not_depend_on_the_others() -> None:
+    """Nor on threads: a sampler computes few rows, and the trainer hundreds."""
+    inputs, matrices, names = numbers(500, 1024, 1), [numbers(n, 1024, n) for n in (96, 32)], ["0", "1"]
+    grads, weights = [numbers(500, n, 2) for n in (96, 32)], adapter(16, 1024, [96, 32])
+    panels, results = [Panels.of(matrix, None) for matrix in matrices], []
+    for count, size in ((1, 500), (2, 500), (2, 1), (1, 65)):
+        parts = []
+        for start in range(0, 500, size):
+            rows = slice(start, min(start + size, 500))
+            groups = [CompiledAdapters([(weights, 0, rows.stop - start)])]
+            with pytorch_threads(count):
+                outputs, narrow = compiled_adapters.project(inputs[rows], panels, groups, names)
+                own = [grad[rows] for grad in grads]
+                parts.append([*outputs, compiled_adapters.project_back(own, panels, groups, names, None, narrow)])
+        results.append([torch.cat(tensors) for tensors in zip(*parts, strict=True)])
+    assert all(torch.equal(left, right) for other in results[1:] for left, right in zip(results[0], other, strict=True))
+
+
+def test_sizes_are_those_of_the_compiled_functions() -> None:
+    assert projections.PAIR.itemsize == compiled_projections.PAIR_BYTES
+    assert (pairs.BLOCK, tiles.PAIR_COLUMNS) == (compiled_projections.SLOT, compiled_projections.MULTIPLE_WIDTH)
+    for rank in (8, 16, 24, 32, 40):
+        assert compiled_projections.narrow_line(3, rank) == projections.line_of.py_func(3, rank)
+
+
+def test_other_widths_and_dtypes_are_not_compiled() -> None:
     cpu = torch.device("cpu")
-    assert compiled_adapters.work_on(cpu, torch.bfloat16, [32, 576])
-    assert not compiled_adapters.work_on(cpu, torch.bfloat16, [32, 40])
-    assert not compiled_adapters.work_on(cpu, torch.float32, [32])
+    assert compiled_adapters.fit([32, 576])
+    assert not compiled_adapters.fit([32, 40])
+    assert compiled_adapters.work_on(cpu, torch.bfloat16)
+    assert not compiled_adapters.work_on(cpu, torch.float32)
 
 
 def test_wrong_results_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(compiled_adapters._Tables, "call", lambda *_, **__: None)
+    monkeypatch.setattr(ProjectionCall, "fill_outputs", lambda *_, **__: None)
     with caplog.at_level(logging.WARNING):
-        assert not compiled_adapters.work_on(torch.device("cpu"), torch.bfloat16, [32])
+        assert not compiled_adapters.work_on(torch.device("cpu"), torch.bfloat16)
     assert "compiled adapters do not work here" in caplog.text

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engine.cpu.processor import needs_pairs
 from tinsmith.engine import autotune
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.lora import linear, matmul
@@ -33,6 +34,36 @@ def test_forward_and_backward_match_float64(dtype: torch.dtype, tolerance: float
         ):
             assert (actual.double() - exact).abs().max() <= tolerance * exact.abs().max()
             assert actual.dtype == dtype
+
+
+@needs_pairs
+@pytest.mark.parametrize("biased", [False, True])
+def test_panels_match_float64(biased: bool) -> None:
+    """Of a matrix whose rows are not side by side, as one of Conv1D."""
+    draw = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(96, 64, generator=draw).bfloat16().T, torch.randn(64, generator=draw).bfloat16()
+    frozen = FrozenLinear(weight, bias if biased else None).reorder(panels=True)
+    assert frozen.panels is not None
+    inputs, grads, onto = (torch.randn(70, width, generator=draw).bfloat16() for width in (96, 64, 96))
+    back = grads.double() @ weight.double()
+    for actual, exact in (
+        (frozen(inputs), inputs.double() @ weight.double().T + (bias.double() if biased else 0)),
+        (frozen.backward(grads), back),
+        (frozen.backward(grads, onto=onto.clone()), onto.double() + back),
+    ):
+        assert (actual.double() - exact).abs().max() <= 1e-2 * exact.abs().max()
+    assert FrozenLinear(weight[:40], None).reorder(panels=True).panels is None  # of another width
+
+
+@needs_pairs
+def test_matrices_of_bfloat16_are_laid_out_in_panels(tiny_llama: Path) -> None:
+    base = loading.load(EngineConfig(source=str(tiny_llama), dtype="bfloat16", device="cpu"))
+    linear.adapt(base)
+    autotune.reorder_weights(base, 1 << 40)
+    matrices = [module.frozen for module in base.model.modules() if isinstance(module, linear.LoraLinear)]
+    fitting = [matrix for matrix in matrices if not any(size % 32 for size in matrix.shape)]
+    assert fitting
+    assert all(isinstance(matrix, FrozenLinear) and matrix.panels is not None for matrix in fitting)
 
 
 def test_weights_are_reordered_if_memory_allows(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):

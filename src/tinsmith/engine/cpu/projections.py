@@ -242,7 +242,12 @@ def lay_zeros(panel: Any, first: Any, last: Any) -> None:
 @njit(error_model="numpy")
 def fill_narrow_grads(sites, adapter, panel, narrow_grads, stride, first, low, high, keeps):  # type: ignore[no-untyped-def]
     """Gradients of narrow of an adapter's rows low..high, in a block that begins with row `first`."""
-    pairs, slot, rank, line = pairs_of(adapter, sites), in_blocks(adapter.rank), adapter.rank, line_of(len(sites), adapter.rank)
+    pairs, slot, rank, line = (
+        pairs_of(adapter, sites),
+        in_blocks(adapter.rank),
+        adapter.rank,
+        line_of(len(sites), adapter.rank),
+    )
     start = (low - first) * stride
     for number in range(len(sites)):
         site, pair = sites[number], pairs[number]

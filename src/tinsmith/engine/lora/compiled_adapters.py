@@ -16,7 +16,15 @@ from torch import Tensor
 from tinsmith.engine.cpu.instructions import has_pair_products
 from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair, PlacedAdapter
 from tinsmith.engine.lora.adapter_groups import AdapterGroups, AdapterSlice
-from tinsmith.engine.lora.compiled_projections import MULTIPLE_WIDTH, AdapterTables, Panels, ProjectionCall, narrow_line, narrow_slot, rows_of
+from tinsmith.engine.lora.compiled_projections import (
+    MULTIPLE_WIDTH,
+    AdapterTables,
+    Panels,
+    ProjectionCall,
+    narrow_line,
+    narrow_slot,
+    rows_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +73,8 @@ class CompiledAdapters:
         narrow: Tensor | None,
         panels: Sequence[Panels] | None = None,
     ) -> None:
-        """Add to the gradient of the inputs, or fill it where `panels` are given, and, if `inputs` and `narrow` are, add
-        to the adapters' gradients."""
+        """Add to the gradient of the inputs, or fill it where `panels` are given; if `inputs` and `narrow` are, add to
+        the adapters' gradients too."""
         tables, grads = self._tables_of(names), [rows_of(grad) for grad in grads]
         call = ProjectionCall(input_grad, grads, panels, tables)
         if inputs is None or narrow is None or not self.has_gradients:
@@ -152,14 +160,14 @@ def project_back(
     narrow: Sequence[Tensor | None],
 ) -> Tensor:
     """The gradient of the inputs; adds to those of the adapters if their `inputs` and `narrow` are given."""
-    own, rows = _first(groups), panels[0].forward.numel() // panels[0].columns
-    input_grad = grads[0].new_empty(len(grads[0]), rows)
+    own, width = _first(groups), panels[0].forward.numel() // panels[0].columns
+    input_grad = grads[0].new_empty(len(grads[0]), width)
     if own is None:
         ProjectionCall(input_grad, [rows_of(grad) for grad in grads], panels, None).fill_input_grads(adds=False)
-    for group, of_group in sorted(zip(groups, narrow, strict=True), key=lambda entry: entry[0] is not own):
-        if group is own:
-            own.backward(input_grad, grads, names, inputs, of_group, panels)
-        else:
+    else:
+        own.backward(input_grad, grads, names, inputs, narrow[groups.index(own)], panels)
+    for group, of_group in zip(groups, narrow, strict=True):
+        if group is not own:
             group.backward(input_grad, grads, names, inputs, of_group)
     return input_grad
 

@@ -231,14 +231,12 @@ def _sites(
 
 def _panels(projections: Sequence[Projection]) -> list[Panels] | None:
     """The matrices of projections that compiled functions compute in one call, with their adapters; None of others."""
-    panels = list[Panels]()
-    for projection in projections:
-        frozen = projection.frozen
-        if projection.slices or not isinstance(frozen, FrozenLinear) or frozen.panels is None:
-            return None
-        panels.append(frozen.panels)
-    for projection in projections:
-        projection.frozen.products += 1
+    matrices = [each.frozen for each in projections if isinstance(each.frozen, FrozenLinear) and not each.slices]
+    panels = [matrix.panels for matrix in matrices if matrix.panels is not None]
+    if len(panels) < len(projections):
+        return None
+    for matrix in matrices:
+        matrix.products += 1
     return panels
 
 

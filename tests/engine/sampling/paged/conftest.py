@@ -10,6 +10,7 @@ import pytest
 
 from tests.architectures import save_tiny
 from tests.engine.device.programs import engine_on_cpu
+from tinsmith.engine.lora import compiled_adapters
 from tinsmith.engine.lora.elementwise import choice
 from tinsmith.engine.lora.head import choice as head_choice
 from tinsmith.engine.model import precision
@@ -41,5 +42,6 @@ def operators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whatever is computed is PyTorch's operators: NumPy's sums and Numba's loops are in no record."""
     monkeypatch.setattr(choice, "kernels_on", lambda *_: None)
     monkeypatch.setattr(head_choice, "has_pair_products", lambda *_: False)
+    monkeypatch.setattr(compiled_adapters, "work_on", lambda *_: False)
     for module in (device_sampling, token_sampling):
         monkeypatch.setattr(module, "cumulative_sum", lambda values, dim=1: precision._by_products(values.double()))
