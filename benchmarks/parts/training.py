@@ -161,7 +161,7 @@ def peak_rates(ours: EngineDriver) -> dict[tuple[int, int], float]:
     """FLOP/s of each shape's product at a micro-batch's height, where and as the base is: the best of five, by oneDNN
     or by our compiled function."""
     rates = {}
-    device, dtype = ours.engine.card.device, getattr(torch, ours.engine.card.dtype)
+    device, dtype = torch.device(ours.engine.card.device), getattr(torch, ours.engine.card.dtype)
     forms = {False, compiled_adapters.work_on(device, dtype)}
     for height, width in weight_flops(ours):
         left, right = (torch.randn(rows, width, device=device, dtype=dtype) for rows in (HEIGHT, height))

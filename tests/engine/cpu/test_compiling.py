@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "numba"
 
 
-@pytest.mark.parametrize(("kind", "parts"), [("bfloat16", ["attention"]), ("pairs", ["attention", "products"])])
+@pytest.mark.parametrize(("kind", "parts"), [("bfloat16", ["attention"]), ("pairs", ["attention", "projections"])])
 def test_each_part_is_compiled_once(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, parts: list[str]) -> None:
     commands = list[list[str]]()
 

@@ -22,7 +22,7 @@ COMPILE_S = 300
 def compile_ahead(kind: str) -> threading.Thread:
     """Compile the functions for an `instructions.Kind`; the thread that is returned ends when they are compiled. What
     does not compile is left to its first call, which says so."""
-    parts = ["attention", *["products"] * (kind == "pairs")]
+    parts = ["attention", *["projections"] * (kind == "pairs")]
 
     def wait_for_all() -> None:
         missing = [part for part in parts if not _marker(part, kind).exists()]
@@ -44,10 +44,12 @@ def compile_part(part: str, kind: str) -> None:
     if part == "attention":
         packed.forward_function(kind)
         packed.backward_function(kind)
+        functions = [logits.logits_function, logits.backward_function] if kind == "pairs" else []
     else:
-        for function in (logits.logits_function, projections.forward_function, projections.backward_function,
-                         projections.gradient_function, logits.backward_function):  # fmt: skip
-            function()
+        functions = [projections.forward_function, projections.backward_function, projections.gradient_function]
+        projections.compile_layouts()
+    for function in functions:
+        function()
     marker = _marker(part, kind)
     marker.parent.mkdir(parents=True, exist_ok=True)
     marker.touch()

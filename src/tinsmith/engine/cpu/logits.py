@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit  # pyright: ignore[reportAttributeAccessIssue] - it comes by a star
 
-from tinsmith.engine.cpu.pairs import PANEL_LINE, add_products, lay_rows, multiply_pairs
+from tinsmith.engine.cpu.pairs import PANEL_LINE, lay_rows, multiply_pairs
 from tinsmith.engine.cpu.primitives import atomic_next, c_function, load, pointer, store, void_pointer
 from tinsmith.engine.cpu.rows import copy_row
 from tinsmith.engine.cpu.tiles import PAIR_COLUMNS, PAIR_ROWS, data_of, product_tile, transpose_block
@@ -68,7 +68,7 @@ def multiply_span(
     """The logits of a panel for the rows of a span."""
     width, rank, rows, place = product.width, span.rank, span.stop - span.start, first + span.start * line
     multiply_pairs(outputs, place, line, hidden, span.start * width, width, 2, weights, panel * PAIR_COLUMNS * width,
-                   PANEL_LINE, width, np.float32(1), rows)  # fmt: skip
+                   PANEL_LINE, width, np.float32(1), rows, 0)  # fmt: skip
     if rank:
         words = min(PAIR_COLUMNS, product.words - panel * PAIR_COLUMNS)
         transpose(factors, pointer(np.float64(span.b)), panel * PAIR_COLUMNS * rank, words, rank)
@@ -155,8 +155,8 @@ def backward_function() -> Any:
                 depth = min(DEPTH, words - first)
                 for column in range(0, width, PAIR_COLUMNS):
                     lay_rows(data_of(panel), 0, PANEL_LINE, weights, first * width + column, width, depth, PAIR_COLUMNS)
-                    add_products(sums, own + column, width, grads, first, words, 2, data_of(panel), 0,
-                                 PANEL_LINE, depth, np.float32(1), rows)  # fmt: skip
+                    multiply_pairs(sums, own + column, width, grads, first, words, 2, data_of(panel), 0,
+                                 PANEL_LINE, depth, np.float32(1), rows, 1)  # fmt: skip
             part = atomic_next(argument)
 
     return multiply_back

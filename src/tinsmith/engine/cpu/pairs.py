@@ -2,14 +2,18 @@
 
 Two numbers that follow each other in the depth of a product are a pair. The right side of a product is laid out in
 panels of PAIR_COLUMNS columns, each [depth / 2, PAIR_COLUMNS, 2]. The left side has the pairs of each row side by side,
-as in memory, or those of all rows: [depth / 2, rows, 2]. Functions that many others call are not compiled into these,
-which would take seconds more.
+as in memory, or those of all rows: [depth / 2, rows, 2].
+
+Functions that many others call are not compiled into these, which would take seconds more. Numba compiles them again
+for each constant that they are called with, so places and sizes are made int64 before; strides are not, because
+constant ones make a loop faster.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numba import njit
 
 from tinsmith.engine.cpu.tiles import PAIR_COLUMNS, PAIR_ROWS, pair_columns, pair_rows, pair_tile
@@ -40,12 +44,18 @@ def in_blocks(columns: Any) -> Any:
     return (columns + BLOCK - 1) // BLOCK * BLOCK
 
 
-@njit(error_model="numpy")
+@njit(inline="always")
 def lay_rows(
     target: Any, place: Any, line: Any, numbers: Any, start: Any, stride: Any, rows: Any, columns: Any
 ) -> None:
     """target[place + k / 2 line + 2 c + k % 2] = numbers[start + k stride + c] of `rows` rows k, and zeros after an odd
     number of them."""
+    _lay_rows(target, np.int64(place), line, numbers, np.int64(start), np.int64(stride), np.int64(rows),
+              columns)  # fmt: skip
+
+
+@njit(error_model="numpy")
+def _lay_rows(target, place, line, numbers, start, stride, rows, columns):  # type: ignore[no-untyped-def]
     for k in range(0, rows, 2):
         at, own, c = place + k // 2 * line, start + k * stride, 0
         following = stride if k + 1 < rows else 0
@@ -77,10 +87,16 @@ def lay_depth(panel: Any, place: Any, numbers: Any, start: Any, stride: Any, dep
         pair_columns(panel, place + k // 2 * PANEL_LINE, numbers, start + k, stride, columns, 8)
 
 
-@njit(error_model="numpy")
+@njit(inline="always")
 def lay_columns(panels: Any, column: Any, numbers: Any, start: Any, stride: Any, depth: Any, columns: Any) -> None:
     """The transposed matrix numbers [columns, depth] in panels [panels, depth / 2, PAIR_COLUMNS, 2] from a column on,
     which begins a block; `columns` and depth are multiples of 8, and zeros follow to the end of a block."""
+    _lay_columns(panels, np.int64(column), numbers, np.int64(start), np.int64(stride), np.int64(depth),
+                 np.int64(columns))  # fmt: skip
+
+
+@njit(error_model="numpy")
+def _lay_columns(panels, column, numbers, start, stride, depth, columns):  # type: ignore[no-untyped-def]
     for c in range(0, columns, BLOCK):
         at = column + c
         place = at // PAIR_COLUMNS * PAIR_COLUMNS * depth + 2 * (at % PAIR_COLUMNS)
@@ -90,27 +106,30 @@ def lay_columns(panels: Any, column: Any, numbers: Any, start: Any, stride: Any,
             lay_depth(panels, place, numbers, start + c * stride, stride, depth, 8)
 
 
-def _multiply(*, adds: bool) -> Any:
-    @njit(error_model="numpy")
-    def multiply(
-        outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, factor, rows
-    ):
-        row = 0
-        while row + PAIR_ROWS <= rows:
-            pair_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right,
-                      start, right_line, depth, factor, PAIR_ROWS, adds)  # fmt: skip
-            row += PAIR_ROWS
-        if row + HALF_ROWS <= rows:
-            pair_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right,
-                      start, right_line, depth, factor, HALF_ROWS, adds)  # fmt: skip
-            row += HALF_ROWS
-        while row < rows:
-            pair_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right,
-                      start, right_line, depth, factor, 1, adds)  # fmt: skip
-            row += 1
-
-    return multiply
+@njit(inline="always")
+def multiply_pairs(
+    outputs: Any, place: Any, line: Any, left: Any, first: Any, left_line: Any, left_step: Any, right: Any, start: Any,
+    right_line: Any, depth: Any, factor: Any, rows: Any, adds: Any,
+) -> None:  # fmt: skip
+    """`pair_tile` of any number of rows."""
+    _multiply(outputs, np.int64(place), np.int64(line), left, np.int64(first), np.int64(left_line), left_step, right,
+              np.int64(start), right_line, np.int64(depth), factor, np.int64(rows), np.int64(adds))  # fmt: skip
 
 
-multiply_pairs, add_products = _multiply(adds=False), _multiply(adds=True)
-"""`pair_tile` of any number of rows, which the second adds to the outputs."""
+@njit(error_model="numpy")
+def _multiply(
+    outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, factor, rows, adds
+):  # type: ignore[no-untyped-def]
+    row = 0
+    while row + PAIR_ROWS <= rows:
+        pair_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right, start,
+                  right_line, depth, factor, PAIR_ROWS, adds)  # fmt: skip
+        row += PAIR_ROWS
+    if row + HALF_ROWS <= rows:
+        pair_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right, start,
+                  right_line, depth, factor, HALF_ROWS, adds)  # fmt: skip
+        row += HALF_ROWS
+    while row < rows:
+        pair_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right, start,
+                  right_line, depth, factor, 1, adds)  # fmt: skip
+        row += 1

@@ -20,7 +20,6 @@ from numba import carray, njit  # pyright: ignore[reportAttributeAccessIssue] - 
 from tinsmith.engine.cpu.pairs import (
     BLOCK,
     PANEL_LINE,
-    add_products,
     even,
     in_blocks,
     in_panels,
@@ -111,7 +110,7 @@ def most_columns(sites: Any) -> Any:
     return most
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def first_of(adapters: Any, row: Any) -> Any:
     """The number of the first adapter with rows from this one on."""
     number = 0
@@ -126,7 +125,7 @@ def pairs_of(adapter: Any, sites: Any) -> Any:
     return carray(void_pointer(adapter.pair_table), len(sites), PAIR)
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def keep_rows(target: Any, place: Any, line: Any, narrow: Any, start: Any, stride: Any, rows: Any) -> None:
     """Copy rows of narrow to memory."""
     for row in range(rows):
@@ -134,14 +133,14 @@ def keep_rows(target: Any, place: Any, line: Any, narrow: Any, start: Any, strid
             target[place + row * line + column] = narrow[start + row * stride + column]
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def widen_rows(sums: Any, numbers: Any, start: Any, line: Any, rows: Any) -> None:
     """Read rows of a panel's columns."""
     for row in range(rows):
         copy_row(sums, row * PAIR_COLUMNS, numbers, start + row * line, np.float32(1), PAIR_COLUMNS)
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def round_rows(numbers: Any, start: Any, line: Any, sums: Any, rows: Any) -> None:
     """Write rows of a panel's columns."""
     for row in range(rows):
@@ -158,7 +157,7 @@ def fill_narrow(call, sites, adapter, panels, narrow, stride, first, low, high, 
         lay_columns(panels, number * slot, pointer(pair.a), 0, pair.a_line, width, adapter.rank)
     for column in range(0, line, PAIR_COLUMNS):  # what is beyond the last slot is not read
         multiply_pairs(narrow, start + column, stride, pointer(call.inputs), low * call.input_line, call.input_line, 2,
-                       panels, column * width, PANEL_LINE, width, np.float32(1), high - low)  # fmt: skip
+                       panels, column * width, PANEL_LINE, width, np.float32(1), high - low, 0)  # fmt: skip
     if keeps and adapter.narrow:
         keep_rows(pointer(adapter.narrow), (low - adapter.start) * line, line, narrow, start, stride, high - low)
 
@@ -169,14 +168,11 @@ def start_sums(call, site, sums, column, first, rows):  # type: ignore[no-untype
     if not site.weights:
         widen_rows(sums, pointer(site.outputs), first * site.output_line + column, site.output_line, rows)
         return
-    inputs, line, width, weights = pointer(call.inputs), call.input_line, call.width, pointer(site.weights)
-    if not site.bias:
-        multiply_pairs(sums, 0, PAIR_COLUMNS, inputs, first * line, line, 2, weights, column * width, PANEL_LINE, width,
-                       np.float32(1), rows)  # fmt: skip
-        return
-    widen_rows(sums, pointer(site.bias), column, 0, rows)
-    add_products(sums, 0, PAIR_COLUMNS, inputs, first * line, line, 2, weights, column * width, PANEL_LINE, width,
-                 np.float32(1), rows)  # fmt: skip
+    if site.bias:
+        widen_rows(sums, pointer(site.bias), column, np.int64(0), rows)
+    multiply_pairs(sums, 0, PAIR_COLUMNS, pointer(call.inputs), first * call.input_line, call.input_line, 2,
+                   pointer(site.weights), column * call.width, PANEL_LINE, call.width, np.float32(1), rows,
+                   site.bias != 0)  # fmt: skip
 
 
 @cache
@@ -221,9 +217,9 @@ def forward_function() -> Any:
                     low, high, rank = max(first, adapter.start), min(last, adapter.stop), adapter.rank
                     lay_columns(data_of(b_panel), 0, pointer(pair.b), column * pair.b_line, pair.b_line, rank,
                                 PAIR_COLUMNS)  # fmt: skip
-                    add_products(data_of(sums), (low - first) * PAIR_COLUMNS, PAIR_COLUMNS, data_of(narrow),
+                    multiply_pairs(data_of(sums), (low - first) * PAIR_COLUMNS, PAIR_COLUMNS, data_of(narrow),
                                  (low - first) * stride + number * in_blocks(rank), stride, 2, data_of(b_panel), 0,
-                                 PANEL_LINE, rank, np.float32(adapter.scale), high - low)  # fmt: skip
+                                 PANEL_LINE, rank, np.float32(adapter.scale), high - low, 1)  # fmt: skip
                 round_rows(pointer(site.outputs), first * site.output_line + column, site.output_line, data_of(sums),
                            last - first)  # fmt: skip
                 column += PAIR_COLUMNS
@@ -232,7 +228,7 @@ def forward_function() -> Any:
     return fill_outputs
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def lay_zeros(panel: Any, first: Any, last: Any) -> None:
     """Zeros from a pair to another one of a panel."""
     for i in range(first * PANEL_LINE, last * PANEL_LINE):
@@ -258,7 +254,7 @@ def fill_narrow_grads(sites, adapter, panel, narrow_grads, stride, first, low, h
                      min(PAIR_COLUMNS, rank - column))  # fmt: skip
             multiply_pairs(narrow_grads, start + number * slot + column, stride, pointer(site.outputs),
                            low * site.output_line, site.output_line, 2, panel, 0, PANEL_LINE, site.columns,
-                           np.float32(1), high - low)  # fmt: skip
+                           np.float32(1), high - low, 0)  # fmt: skip
     if keeps and adapter.narrow_grads:
         keep_rows(pointer(adapter.narrow_grads), (low - adapter.start) * line, line, narrow_grads, start, stride,
                   high - low)  # fmt: skip
@@ -273,13 +269,9 @@ def start_grads(call, sites, sums, column, first, rows):  # type: ignore[no-unty
     for site in sites:
         if not site.weights:
             continue
-        grads, line, depth, weights = pointer(site.outputs), site.output_line, site.columns, pointer(site.weights)
-        if added:
-            add_products(sums, 0, PAIR_COLUMNS, grads, first * line, line, 2, weights, column * depth, PANEL_LINE,
-                         depth, np.float32(1), rows)  # fmt: skip
-        else:
-            multiply_pairs(sums, 0, PAIR_COLUMNS, grads, first * line, line, 2, weights, column * depth, PANEL_LINE,
-                           depth, np.float32(1), rows)  # fmt: skip
+        multiply_pairs(sums, 0, PAIR_COLUMNS, pointer(site.outputs), first * site.output_line, site.output_line, 2,
+                       pointer(site.weights), column * site.columns, PANEL_LINE, site.columns, np.float32(1), rows,
+                       added)  # fmt: skip
         added = 1
 
 
@@ -325,9 +317,9 @@ def backward_function() -> Any:
                         lay_rows(data_of(a_panel), number * slot * PAIR_COLUMNS, PANEL_LINE, pointer(pair.a), column,
                                  pair.a_line, rank, PAIR_COLUMNS)  # fmt: skip
                         lay_zeros(data_of(a_panel), (number * slot + rank) // 2, (number + 1) * slot // 2)
-                    add_products(data_of(sums), (low - first) * PAIR_COLUMNS, PAIR_COLUMNS, data_of(narrow_grads),
+                    multiply_pairs(data_of(sums), (low - first) * PAIR_COLUMNS, PAIR_COLUMNS, data_of(narrow_grads),
                                  (low - first) * stride, stride, 2, data_of(a_panel), 0, PANEL_LINE,
-                                 call.sites * slot, np.float32(adapter.scale), high - low)  # fmt: skip
+                                 call.sites * slot, np.float32(adapter.scale), high - low, 1)  # fmt: skip
                 round_rows(pointer(call.inputs), first * call.input_line + column, call.input_line, data_of(sums),
                            last - first)  # fmt: skip
             part = atomic_next(argument)
@@ -335,7 +327,7 @@ def backward_function() -> Any:
     return fill_input_grads
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def add_transposed(target: Any, start: Any, numbers: Any, scratch: Any, rank: Any) -> None:
     """Add numbers [in_blocks(rank), PAIR_COLUMNS], transposed, to target [PAIR_COLUMNS, rank]."""
     for row in range(in_blocks(rank) - BLOCK, -1, -BLOCK):  # what one writes beyond the rank, the next ones overwrite
@@ -353,9 +345,9 @@ def add_a_grads(call, sites, adapter, column, columns, narrow_grads, panel):  # 
              rows, columns)  # fmt: skip
     for number in range(call.sites):
         for own in range(0, columns, PAIR_COLUMNS):
-            add_products(pointer(np.float64(pairs[number].a_grads)), column + own, call.width, narrow_grads,
+            multiply_pairs(pointer(np.float64(pairs[number].a_grads)), column + own, call.width, narrow_grads,
                          2 * number * in_blocks(rank), 2, 2 * line, panel, 2 * own, 2 * columns, even(rows),
-                         np.float32(adapter.scale), rank)  # fmt: skip
+                         np.float32(adapter.scale), rank, 1)  # fmt: skip
 
 
 @njit(error_model="numpy")
@@ -367,7 +359,7 @@ def add_b_grads(call, sites, adapter, number, column, columns, narrow, panel, su
              rows, columns)  # fmt: skip
     for own in range(0, columns, PAIR_COLUMNS):
         multiply_pairs(sums, 0, PAIR_COLUMNS, narrow, 2 * number * in_blocks(rank), 2, 2 * line, panel, 2 * own,
-                       2 * columns, even(rows), np.float32(adapter.scale), rank)  # fmt: skip
+                       2 * columns, even(rows), np.float32(adapter.scale), rank, 0)  # fmt: skip
         add_transposed(pointer(np.float64(grads)), (column + own) * rank, sums, scratch, rank)
 
 
@@ -431,3 +423,9 @@ def lay_transposed(panels, weights, stride, depth, columns):
     """The same of W^T, with W [depth, columns]."""
     for column in range(0, columns, PAIR_COLUMNS):
         lay_rows(pointer(panels), column * depth, PANEL_LINE, pointer(weights), column, stride, depth, PAIR_COLUMNS)
+
+
+def compile_layouts() -> None:
+    """Compile what lays weights out."""
+    for function in (lay_weights, lay_transposed):
+        function(0, 0, 0, 0, 0)

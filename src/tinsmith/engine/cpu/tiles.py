@@ -104,11 +104,12 @@ def pair_tile(
     right: Any, start: Any, right_line: Any, depth: Any, factor: Any, rows: Any, adds: Any,
 ) -> Any:  # fmt: skip
     """outputs[place + r line + c] = `factor` times the sum over k < `depth`, which is even, of left[first + r left_line
-    + k / 2 left_step + k % 2] times right[start + k / 2 right_line + 2 c + k % 2], or plus it if it `adds`, of `rows`
-    rows and PAIR_COLUMNS columns. Both sides are bfloat16, sums are float32."""
+    + k / 2 left_step + k % 2] times right[start + k / 2 right_line + 2 c + k % 2], or plus it if `adds` is not 0, of
+    `rows` rows and PAIR_COLUMNS columns. Both sides are bfloat16, sums are float32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, factor, *_ = arguments
+        (outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, factor, _,
+         adds) = arguments  # fmt: skip
         lines = [builder.add(place, builder.mul(line, INT64(r))) for r in range(rows.literal_value)]
         flat = [index(builder, own, 16 * v) for own in lines for v in range(PAIR_VECTORS)]
         firsts = [builder.add(first, builder.mul(left_line, INT64(r))) for r in range(rows.literal_value)]
@@ -122,15 +123,18 @@ def pair_tile(
 
         sums = loop(builder, builder.ashr(depth, INT64(1)), 1, [constant(0.0, 16)] * len(flat), body)
         factors = broadcast(builder, factor, 16)
-        for at, total in zip(flat, sums, strict=True):
-            before = read(builder, outputs, at, 16) if adds.literal_value else None
-            result = builder.fmul(total, factors) if before is None else fma(builder, total, factors, before)
-            write(builder, outputs, at, result)
+        with builder.if_else(builder.icmp_signed("!=", adds, INT64(0))) as (adding, filling):
+            with adding:
+                for at, total in zip(flat, sums, strict=True):
+                    write(builder, outputs, at, fma(builder, total, factors, read(builder, outputs, at, 16)))
+            with filling:
+                for at, total in zip(flat, sums, strict=True):
+                    write(builder, outputs, at, builder.fmul(total, factors))
         return context.get_dummy_value()
 
     whole = types.int64
     return types.void(
-        outputs, whole, whole, left, whole, whole, whole, right, whole, whole, whole, types.float32, rows, adds
+        outputs, whole, whole, left, whole, whole, whole, right, whole, whole, whole, types.float32, rows, whole
     ), generate
 
 
