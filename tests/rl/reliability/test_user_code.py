@@ -127,7 +127,7 @@ def test_workflow_that_ignores_its_cancellation_is_left(tmp_path, monkeypatch, c
     assert failed
     assert {line["error"] for line in failed} == {"timed out after 0.2 seconds"}
     gc.collect()  # asyncio reports tasks that are destroyed before their end
-    assert [record.name for record in caplog.records if "asyncio" in record.name] == []
+    assert "Task was destroyed" not in caplog.text
     assert "after its cancellation; the run ends without it" in caplog.text
 
 

@@ -112,7 +112,8 @@ def test_time_limit_holds_in_this_process_too(caplog):
     result = Math(timeout=1).score(answer("72"), "$10000000!$")
     assert (result.value, result.correct) == (-0.1, False)
     assert time.monotonic() - begin < 100
-    assert [record for record in caplog.records if not record.name.startswith("tinker")] == []
+    others = ("tinker", "asyncio")  # what tests before have left, asyncio reports when it is collected
+    assert [record for record in caplog.records if not record.name.startswith(others)] == []
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 

@@ -238,13 +238,8 @@ def lay_zeros(panel: Any, first: Any, last: Any) -> None:
 @njit(error_model="numpy")
 def fill_narrow_grads(sites, adapter, panel, narrow_grads, stride, first, low, high, keeps):  # type: ignore[no-untyped-def]
     """Gradients of narrow of an adapter's rows low..high, in a block that begins with row `first`."""
-    pairs, slot, rank, line = (
-        pairs_of(adapter, sites),
-        in_blocks(adapter.rank),
-        adapter.rank,
-        line_of(len(sites), adapter.rank),
-    )
-    start = (low - first) * stride
+    pairs, rank, start = pairs_of(adapter, sites), adapter.rank, (low - first) * stride
+    slot, line = in_blocks(rank), line_of(len(sites), rank)
     for number in range(len(sites)):
         site, pair = sites[number], pairs[number]
         for column in range(0, rank, PAIR_COLUMNS):  # what one writes beyond its slot, the next ones overwrite

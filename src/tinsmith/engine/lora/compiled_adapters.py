@@ -143,7 +143,7 @@ def project(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The outputs of projections under some adapters, and A x of each group: the first one that is compiled in the call
     of the projections."""
-    outputs, own = [inputs.new_empty(len(inputs), matrix.columns) for matrix in panels], _first(groups)
+    outputs, own = [inputs.new_empty(len(inputs), matrix.shape[0]) for matrix in panels], _first(groups)
     if own is None:
         ProjectionCall(rows_of(inputs), outputs, panels, None).fill_outputs()
         return outputs, [group.forward(inputs, outputs, names) for group in groups]
@@ -160,8 +160,7 @@ def project_back(
     narrow: Sequence[Tensor | None],
 ) -> Tensor:
     """The gradient of the inputs; adds to those of the adapters if their `inputs` and `narrow` are given."""
-    own, width = _first(groups), panels[0].forward.numel() // panels[0].columns
-    input_grad = grads[0].new_empty(len(grads[0]), width)
+    own, input_grad = _first(groups), grads[0].new_empty(len(grads[0]), panels[0].shape[1])
     if own is None:
         ProjectionCall(input_grad, [rows_of(grad) for grad in grads], panels, None).fill_input_grads(adds=False)
     else:

@@ -28,8 +28,6 @@ SLOT = 16
 CACHED_NUMBERS = 196_608
 """Numbers of a block of rows, so that it stays in a core's second cache beside a panel."""
 MOST_ROWS, LEAST_ROWS = 256, 32
-ADAPTER_ROWS = 64
-"""Rows of a block where only adapters are computed."""
 THREAD_WORK = 1 << 18
 """Multiplications from which several threads compute a call."""
 
@@ -38,8 +36,8 @@ THREAD_WORK = 1 << 18
 class Panels:
     """A frozen matrix W [out, in] and its bias, as compiled functions read them."""
 
-    columns: int
-    """out."""
+    shape: tuple[int, int]
+    """(out, in)."""
     forward: Tensor
     """W^T in panels."""
     backward: Tensor | None
@@ -58,7 +56,7 @@ class Panels:
         projections.lay_weights(forward.data_ptr(), weight.data_ptr(), weight.stride(0), width, out)
         if transposed is not None:
             projections.lay_transposed(transposed.data_ptr(), weight.data_ptr(), weight.stride(0), out, width)
-        return cls(out, forward, transposed, None if bias is None else bias.contiguous())
+        return cls((out, width), forward, transposed, None if bias is None else bias.contiguous())
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +146,14 @@ class ProjectionCall:
     ) -> None:
         """Call a function of products of this depth, whose threads divide rows and columns among them."""
         rows = self.inputs.shape[0]
-        block = ADAPTER_ROWS if weights is None else _block(rows, depth)
         threads = torch.get_num_threads() if rows * depth * columns >= THREAD_WORK else 1
-        parts = 1
-        if threads > 1 and weights is not None:
-            parts = -(-2 * threads * block // rows)
-        panels = max(1, -(-columns // (MULTIPLE_WIDTH * parts)))
+        groups = 1
+        if weights is None:  # each block lays out all of an adapter again
+            block = _even_block(rows, threads)
+        else:
+            block = _block(rows, depth)
+            groups = -(-2 * threads * block // rows) if threads > 1 else 1
+        panels = max(1, -(-columns // (MULTIPLE_WIDTH * groups)))
         call = self._call(self._sites(weights), block, panels, adapters, adds=adds)
         openmp.run(function, addressof(call), threads)
 
@@ -210,6 +210,12 @@ def _block(rows: int, width: int) -> int:
     """Rows of a block of a matrix [rows, width]."""
     fitting = max(LEAST_ROWS, min(MOST_ROWS, CACHED_NUMBERS // width)) // 8 * 8
     return max(1, min(rows, fitting))
+
+
+def _even_block(rows: int, threads: int) -> int:
+    """Rows of a block, a multiple of 8, of which each thread gets about as many."""
+    blocks = threads * max(1, -(-rows // (threads * MOST_ROWS)))
+    return max(1, -(-rows // (8 * blocks))) * 8
 
 
 def _transposed(panels: Panels) -> Tensor:
