@@ -40,7 +40,7 @@ $(VLLM)/.installed: constraints-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement constraints-vllm.txt
 	touch $@
 
-demo: install  ## train SmolLM2-135M on two-digit addition and show the result: 7 to 15 minutes on 2 cores
+demo: install  ## train SmolLM2-135M on two-digit addition and show the result: 3 to 15 minutes on 2 cores
 	$(BIN)/tinsmith demo
 
 gsm8k: install  ## train SmolLM2 with both of Trinity-RFT's files on GSM8K: make gsm8k DATA=FOLDER
