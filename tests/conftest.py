@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import logging
 import os
 import signal
@@ -103,6 +104,14 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     report = yield
     report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
     return report
+
+
+@pytest.fixture
+def own_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """caplog without what tests before have left: asyncio logs their lost tasks and errors when these are collected."""
+    gc.collect()
+    caplog.clear()
+    return caplog
 
 
 @pytest.fixture(scope="session")

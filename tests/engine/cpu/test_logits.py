@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.cpu.processor import needs_pairs, pytorch_threads
+from tests.engine.cpu.processor import needs_pairs
 from tinsmith.engine.lora.head import choice
 from tinsmith.engine.lora.head.products import Addition, CompiledProducts, Float32Products
+from tinsmith.engine.threads.compute import pytorch_threads
 
 
 def additions_of(rows: int, words: int, spans: list[tuple[int, int, int]]) -> list[Addition]:

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.cpu.processor import needs_pairs, pytorch_threads
-from tinsmith.engine.cpu import pairs, projections, tiles
+from tests.engine.cpu.processor import needs_pairs
+from tinsmith.engine.cpu import projections, tiles
 from tinsmith.engine.lora import compiled_adapters, compiled_projections
 from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair
 from tinsmith.engine.lora.adapter_groups import AdapterGroup, AdapterSlice
 from tinsmith.engine.lora.compiled_adapters import CompiledAdapters, compiled_groups
 from tinsmith.engine.lora.compiled_projections import Panels, ProjectionCall
 from tinsmith.engine.lora.linear import ActiveAdapters
+from tinsmith.engine.threads.compute import pytorch_threads
 
 pytestmark = needs_pairs
 SCALE = 0.5
@@ -202,22 +203,20 @@ def test_what_a_row_gives_does_not_depend_on_the_others() -> None:
 
 
 def test_sizes_are_those_of_the_compiled_functions() -> None:
-    assert projections.PAIR.itemsize == compiled_projections.PAIR_BYTES
-    assert (pairs.BLOCK, tiles.PAIR_COLUMNS) == (compiled_projections.SLOT, compiled_projections.MULTIPLE_WIDTH)
+    assert tiles.PAIR_COLUMNS == compiled_projections.MULTIPLE_WIDTH
     for rank in (8, 16, 24, 32, 40):
         assert compiled_projections.narrow_line(3, rank) == projections.line_of.py_func(3, rank)
 
 
-def test_other_widths_and_dtypes_are_not_compiled() -> None:
+def test_other_widths_are_not_compiled() -> None:
     cpu = torch.device("cpu")
-    assert compiled_adapters.fit([32, 576])
-    assert not compiled_adapters.fit([32, 40])
-    assert compiled_adapters.work_on(cpu, torch.bfloat16)
-    assert not compiled_adapters.work_on(cpu, torch.float32)
+    assert compiled_adapters.work_on(cpu, torch.bfloat16, [32, 576])
+    assert not compiled_adapters.work_on(cpu, torch.bfloat16, [32, 40])
+    assert not compiled_adapters.work_on(cpu, torch.float32, [32])
 
 
 def test_wrong_results_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(ProjectionCall, "fill_outputs", lambda *_, **__: None)
     with caplog.at_level(logging.WARNING):
-        assert not compiled_adapters.work_on(torch.device("cpu"), torch.bfloat16)
+        assert not compiled_adapters.work_on(torch.device("cpu"), torch.bfloat16, [32])
     assert "compiled adapters do not work here" in caplog.text

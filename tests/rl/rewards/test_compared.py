@@ -107,13 +107,12 @@ def test_only_the_tagged_text_is_compared():
     assert (right.value, right.correct) == (0.9, True)
 
 
-def test_time_limit_holds_in_this_process_too(caplog):
+def test_time_limit_holds_in_this_process_too(own_log):
     begin = time.monotonic()
     result = Math(timeout=1).score(answer("72"), "$10000000!$")
     assert (result.value, result.correct) == (-0.1, False)
     assert time.monotonic() - begin < 100
-    others = ("tinker", "asyncio")  # what tests before have left, asyncio reports when it is collected
-    assert [record for record in caplog.records if not record.name.startswith(others)] == []
+    assert [record for record in own_log.records if not record.name.startswith("tinker")] == []
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 

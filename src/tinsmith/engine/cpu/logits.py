@@ -156,7 +156,7 @@ def backward_function() -> Any:
                 for column in range(0, width, PAIR_COLUMNS):
                     lay_rows(data_of(panel), 0, PANEL_LINE, weights, first * width + column, width, depth, PAIR_COLUMNS)
                     multiply_pairs(sums, own + column, width, grads, first, words, 2, data_of(panel), 0,
-                                 PANEL_LINE, depth, np.float32(1), rows, 1)  # fmt: skip
+                                   PANEL_LINE, depth, np.float32(1), rows, 1)  # fmt: skip
             part = atomic_next(argument)
 
     return multiply_back

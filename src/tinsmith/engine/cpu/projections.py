@@ -111,12 +111,15 @@ def most_columns(sites: Any) -> Any:
 
 
 @njit(error_model="numpy")
-def first_of(adapters: Any, row: Any) -> Any:
-    """The number of the first adapter with rows from this one on."""
-    number = 0
-    while number < len(adapters) and adapters[number].stop <= row:
-        number += 1
-    return number
+def within(adapters: Any, first: Any, last: Any) -> Any:
+    """The number of the first adapter with rows of first..last, and the one after the last with some."""
+    own = 0
+    while own < len(adapters) and adapters[own].stop <= first:
+        own += 1
+    end = own
+    while end < len(adapters) and adapters[end].start < last:
+        end += 1
+    return own, end
 
 
 @njit(inline="always")
@@ -195,9 +198,7 @@ def forward_function() -> Any:
         while part < groups * ((call.rows + call.block - 1) // call.block):
             first, group = part // groups * call.block, part % groups
             last = min(first + call.block, call.rows)
-            own = first_of(adapters, first)
-            end = first_of(adapters, last)
-            end += end < len(adapters) and adapters[end].start < last
+            own, end = within(adapters, first, last)
             if prepared != first:
                 prepared = first
                 for number in range(own, end):
@@ -218,8 +219,8 @@ def forward_function() -> Any:
                     lay_columns(data_of(b_panel), 0, pointer(pair.b), column * pair.b_line, pair.b_line, rank,
                                 PAIR_COLUMNS)  # fmt: skip
                     multiply_pairs(data_of(sums), (low - first) * PAIR_COLUMNS, PAIR_COLUMNS, data_of(narrow),
-                                 (low - first) * stride + number * in_blocks(rank), stride, 2, data_of(b_panel), 0,
-                                 PANEL_LINE, rank, np.float32(adapter.scale), high - low, 1)  # fmt: skip
+                                   (low - first) * stride + number * in_blocks(rank), stride, 2, data_of(b_panel), 0,
+                                   PANEL_LINE, rank, np.float32(adapter.scale), high - low, 1)  # fmt: skip
                 round_rows(pointer(site.outputs), first * site.output_line + column, site.output_line, data_of(sums),
                            last - first)  # fmt: skip
                 column += PAIR_COLUMNS
@@ -291,9 +292,7 @@ def backward_function() -> Any:
         while part < groups * ((call.rows + call.block - 1) // call.block):
             first, group = part // groups * call.block, part % groups
             last = min(first + call.block, call.rows)
-            own = first_of(adapters, first)
-            end = first_of(adapters, last)
-            end += end < len(adapters) and adapters[end].start < last
+            own, end = within(adapters, first, last)
             if prepared != first:
                 prepared = first
                 for number in range(own, end):
@@ -313,8 +312,8 @@ def backward_function() -> Any:
                                  pair.a_line, rank, PAIR_COLUMNS)  # fmt: skip
                         lay_zeros(data_of(a_panel), (number * slot + rank) // 2, (number + 1) * slot // 2)
                     multiply_pairs(data_of(sums), (low - first) * PAIR_COLUMNS, PAIR_COLUMNS, data_of(narrow_grads),
-                                 (low - first) * stride, stride, 2, data_of(a_panel), 0, PANEL_LINE,
-                                 call.sites * slot, np.float32(adapter.scale), high - low, 1)  # fmt: skip
+                                   (low - first) * stride, stride, 2, data_of(a_panel), 0, PANEL_LINE,
+                                   call.sites * slot, np.float32(adapter.scale), high - low, 1)  # fmt: skip
                 round_rows(pointer(call.inputs), first * call.input_line + column, call.input_line, data_of(sums),
                            last - first)  # fmt: skip
             part = atomic_next(argument)
@@ -341,8 +340,8 @@ def add_a_grads(call, sites, adapter, column, columns, narrow_grads, panel):  # 
     for number in range(call.sites):
         for own in range(0, columns, PAIR_COLUMNS):
             multiply_pairs(pointer(np.float64(pairs[number].a_grads)), column + own, call.width, narrow_grads,
-                         2 * number * in_blocks(rank), 2, 2 * line, panel, 2 * own, 2 * columns, even(rows),
-                         np.float32(adapter.scale), rank, 1)  # fmt: skip
+                           2 * number * in_blocks(rank), 2, 2 * line, panel, 2 * own, 2 * columns, even(rows),
+                           np.float32(adapter.scale), rank, 1)  # fmt: skip
 
 
 @njit(error_model="numpy")

@@ -1,5 +1,4 @@
-"""Adapters on a CPU, computed by `cpu.projections`, with the frozen matrices beside them where these are laid out for
-it.
+"""Adapters on a CPU, computed by `cpu.projections`, in one call with the frozen matrices that are laid out as panels.
 
 PyTorch's products take 1.2 to 1.4 times as long for hundreds of positions, because one side of each is only as long as
 the rank, and three times as long for few, because every product is a call of its own (benchmarks/NOTES.md).
@@ -21,6 +20,7 @@ from tinsmith.engine.lora.compiled_projections import (
     AdapterTables,
     Panels,
     ProjectionCall,
+    fit,
     narrow_line,
     narrow_slot,
     rows_of,
@@ -120,15 +120,10 @@ def fits(weights: AdapterWeights) -> bool:
     return first is not None and first.a.shape[-2] % MULTIPLE_RANK == 0
 
 
-def fit(widths: Iterable[int]) -> bool:
-    """Whether compiled functions compute projections of these widths."""
-    return not any(width % MULTIPLE_WIDTH for width in widths)
-
-
-def work_on(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether compiled functions compute projections and adapters of this dtype on this device, and give the results
-    of products."""
-    if not has_pair_products(device, dtype):
+def work_on(device: torch.device, dtype: torch.dtype, widths: Iterable[int] = ()) -> bool:
+    """Whether compiled functions compute projections of this dtype and these widths on this device, with their
+    adapters, and give the results of products."""
+    if not has_pair_products(device, dtype) or not fit(widths):
         return False
     try:
         check()

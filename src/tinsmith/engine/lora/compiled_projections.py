@@ -7,8 +7,8 @@ to 1.06 times as long for hundreds of rows and 1.1 to 1.7 for few, and depend on
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from ctypes import addressof, c_int64
+from collections.abc import Iterable, Sequence
+from ctypes import addressof, c_int64, sizeof
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,6 @@ from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
 MULTIPLE_WIDTH = 32
 """What widths must be multiples of."""
 ITEM = torch.bfloat16.itemsize
-PAIR_BYTES = 48
-"""Of a `cpu.projections.PAIR`."""
-SLOT = 16
-"""What columns of narrow are multiples of for each projection."""
 CACHED_NUMBERS = 196_608
 """Numbers of a block of rows, so that it stays in a core's second cache beside a panel."""
 MOST_ROWS, LEAST_ROWS = 256, 32
@@ -77,7 +73,7 @@ class AdapterTables:
     def of(cls, placed: Sequence[PlacedAdapter], names: Sequence[str]) -> AdapterTables:
         """The tables of adapters in the order of their rows, at the projections of an input."""
         pairs = integers([number for weights, _, _ in placed for name in names for number in _pair(weights, name)])
-        first, each = addressof(pairs), len(names) * PAIR_BYTES
+        first, each = addressof(pairs), sizeof(pairs) // len(placed)
         adapters, offsets, end, highest = list[tuple[int, ...]](), list[int](), 0, 0
         for number, (weights, start, stop) in enumerate(placed):
             rank = weights.pairs[names[0]].a.shape[0]
@@ -172,7 +168,7 @@ class ProjectionCall:
         return integers(values)
 
     def _call(self, sites: Any, block: int, panels: int, adapters: Any, *, adds: bool = False) -> Any:
-        """`cpu.projections.CALL` in memory, which holds what it leads to."""
+        """`cpu.projections.CALL` in memory; the tables that it leads to live as long as it."""
         inputs, tables = self.inputs, self.tables
         rows, width = inputs.shape
         count, rank, table = (0, 0, 0) if tables is None else (len(tables.adapters), tables.rank, addressof(adapters))
@@ -191,13 +187,21 @@ def integers(values: Sequence[int]) -> Any:
 
 def narrow_line(projections: int, rank: int) -> int:
     """Numbers of a row of narrow, as `cpu.projections.line_of` has it."""
-    columns = projections * narrow_slot(rank)
-    return -(-columns // MULTIPLE_WIDTH) * MULTIPLE_WIDTH
+    from tinsmith.engine.cpu.pairs import in_panels
+
+    return in_panels.py_func(projections * narrow_slot(rank))
 
 
 def narrow_slot(rank: int) -> int:
     """Columns of narrow for each projection."""
-    return -(-rank // SLOT) * SLOT
+    from tinsmith.engine.cpu.pairs import in_blocks
+
+    return in_blocks.py_func(rank)
+
+
+def fit(widths: Iterable[int]) -> bool:
+    """Whether compiled functions compute projections of these widths."""
+    return not any(width % MULTIPLE_WIDTH for width in widths)
 
 
 def rows_of(tensor: Tensor) -> Tensor:

@@ -72,8 +72,7 @@ class LMHead:
         self._rule = rule
         self.block_rows = rows or block_rows(len(weight), weight.device)
         self._products = products_of(weight, None if rule.bias is None else rule.bias.float())
-        fits = compiled_adapters.fit(weight.shape)
-        self._compiled = fits and compiled_adapters.work_on(weight.device, weight.dtype)
+        self._compiled = compiled_adapters.work_on(weight.device, weight.dtype, weight.shape)
         self._softmax = softmax_on(weight.device)
 
     def logits(self, hidden: Tensor, weights: AdapterWeights | None) -> Tensor:

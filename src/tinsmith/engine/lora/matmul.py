@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinsmith.engine.lora.compiled_projections import MULTIPLE_WIDTH, Panels, ProjectionCall, rows_of
+from tinsmith.engine.lora.compiled_projections import Panels, ProjectionCall, fit, rows_of
 
 LAYOUT_ROWS = 128
 """The number of rows that oneDNN chooses the layout for; products of any number of rows work."""
@@ -68,9 +68,9 @@ class FrozenLinear:
         self. `panels`: whether compiled functions multiply fastest, where they can.
         """
         useful = self.device.type == "cpu" and _can_reorder(self.dtype)
-        if panels and not self.reordered and not any(size % MULTIPLE_WIDTH for size in self.shape):
+        if panels and not self.reordered and fit(self.shape):
             self.reordered, self.panels = True, Panels.of(self._weight, self._bias, backward=backward)
-            self._weight = self.panels.forward
+            self._weight = self.panels.forward  # frees the plain matrix
         elif useful and not self.reordered:
             plain, self.reordered = self._weight, True
             self._weight = torch.ops.mkldnn._reorder_linear_weight(plain, LAYOUT_ROWS)

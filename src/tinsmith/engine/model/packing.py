@@ -13,10 +13,10 @@ of `longrope` shares positions only with others that have them.
 A tree that is larger than a micro-batch is cut into pieces, which are computed one at a time (`cut`). Its positions are
 in depth-first order, so a piece start..stop sees of earlier positions only the path to its first one, the ancestors of
 the cut, and of these only keys and values. Pieces are computed from the last to the first, each forward and backward:
-when it is its turn, the gradients of its keys and values from all later pieces are known. Before it, what its path does
-not have in common with the path of the piece before is computed forward, and the keys and values are saved. The result
-is that of one pass over the tree, to rounding. Activations take the memory of one piece, saved keys and values that of
-one path, and only ancestors of cuts are computed forward twice. AReaL-DTA (arXiv 2602.00482) goes through a tree of
+when it is its turn, the gradients of its keys and values from all later pieces are known. Before it, the part of its
+path that the last computed piece did not share is computed forward, and its keys and values are saved. The result is
+that of one pass over the tree, to rounding. Activations take the memory of one piece, saved keys and values that of one
+path, and only ancestors of cuts are computed forward twice. AReaL-DTA (arXiv 2602.00482) goes through a tree of
 rollouts in this order too.
 
 Everything here is numpy, computed once for a pass and used by every layer.
@@ -253,7 +253,7 @@ def cut(tree: PackedTree, budget: int) -> tuple[Piece, ...] | None:
     saved = np.empty(0, np.int64)
     for start, stop in reversed(list(pairwise(bounds))):
         path = _path(tree, start)
-        shared = int(np.searchsorted(saved, start))  # an ancestor of a later cut is in the piece, or also one of this
+        shared = int(np.searchsorted(saved, start))  # what is saved before the piece is on its path too
         for first in range(shared, len(path), budget):
             own = path[first : first + budget]
             pieces.append(Piece(tree=_part(tree, path[:first], own), own=own, past=first, saves=True))

@@ -16,7 +16,7 @@ hardly anything there, and while it waits it takes a core from the other process
 
 
 @contextmanager
-def _pytorch_threads(threads: int) -> Iterator[None]:
+def pytorch_threads(threads: int) -> Iterator[None]:
     """Within the context, operators that the current thread calls are computed by this many of PyTorch's threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -29,7 +29,7 @@ def _pytorch_threads(threads: int) -> Iterator[None]:
 def threads_for(work: int) -> AbstractContextManager[None]:
     """Context in which a pass is computed: with one of PyTorch's threads if its work, positions times parameters, is
     small, else with all."""
-    return _pytorch_threads(1) if work < SMALL_WORK else nullcontext()
+    return pytorch_threads(1) if work < SMALL_WORK else nullcontext()
 
 
 class ComputeThreads:
@@ -50,7 +50,7 @@ class ComputeThreads:
             for call in calls:
                 call()
             return
-        share = _pytorch_threads(max(1, torch.get_num_threads() // self.at_once))
+        share = pytorch_threads(max(1, torch.get_num_threads() // self.at_once))
         others = [self._pool.submit(share(call)) for call in calls[1:]]
         try:
             share(calls[0])()
