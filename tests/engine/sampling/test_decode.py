@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.cpu.processor import needs_pairs
 from tests.engine.sampling.test_kv_cache import SHAPE, prefilled
 from tinsmith.engine.cpu import openmp
+from tinsmith.engine.model.attention import packed_attention
 from tinsmith.engine.model.attention_rule import AttentionRule
+from tinsmith.engine.model.packing import PackedRow, pack
 from tinsmith.engine.sampling import decode
 from tinsmith.engine.sampling.decode import AttentionFunction, DecodeAttention, attention_function
 from tinsmith.engine.sampling.kv_cache import CacheRow, KVCache
@@ -166,6 +170,47 @@ def test_compiled_steps_are_what_products_compute(kind: str, window: int | None,
             tolerance = 1e-5 if shape.dtype == torch.float32 else 2e-2
             torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
         contexts[1].advance()
+
+
+@needs_pairs
+@pytest.mark.parametrize("window", [None, 6, 31])
+@pytest.mark.parametrize("prefix", [1, 20, 33])
+@pytest.mark.parametrize(("heads", "widths"), [((2, 2), (64, 64)), ((6, 2), (16, 80)), ((5, 1), (128, 32))])
+def test_decoded_token_has_the_bits_of_any_packed_pass(
+    heads: tuple[int, int], widths: tuple[int, int], prefix: int, window: int | None
+) -> None:
+    """Of rows that share a prefix, in one pass, each in a pass of its own, and decoded token by token."""
+    draw, cpu = np.random.default_rng(0), torch.device("cpu")
+    torch.manual_seed(0)
+    shared = draw.integers(0, 99, prefix)
+    rows = [
+        PackedRow(key=key, adapter=0, tokens=np.array([*shared, 100 + key, *draw.integers(0, 99, own)], np.int32))
+        for key, own in enumerate((6, 17, 40, 1))
+    ]
+    tree, rule = pack(rows), AttentionRule(widths[0] ** -0.5, window=window)
+    query, key, value = (
+        torch.randn(1, count, len(tree.tokens), width).bfloat16()
+        for count, width in zip((heads[0], heads[1], heads[1]), (widths[0], *widths), strict=True)
+    )
+    packed = packed_attention(tree, torch.bfloat16, cpu, compiled=True).attend(0, query, key, value, rule)
+    shape = replace(SHAPE, layers=1, heads=heads[1], key_width=widths[0], value_width=widths[1], dtype=torch.bfloat16)
+    cache, paths = KVCache(shape), [tree.index[row.key] for row in rows]
+    for row, path in zip(rows, paths, strict=True):
+        alone = packed_attention(pack([row]), torch.bfloat16, cpu, compiled=True)
+        assert torch.equal(
+            alone.attend(0, query[:, :, path], key[:, :, path], value[:, :, path], rule), packed[:, path]
+        )
+    past = [tensor[:, :, paths[0][:prefix]] for tensor in (key, value)]
+    start = cache.insert_shared_prefix(prefilled([(past[0], past[1])]), len(rows))
+    cached = [cache.insert_after(start, 64) for _ in rows]
+    for step in range(prefix, min(map(len, paths[:3]))):
+        at = [path[step] for path in paths if step < len(path)]
+        if len(at) < len(cached):
+            cache.remove(cached.pop())
+        context = DecodeAttention(cached, attention_function(shape))
+        output = context.attend(0, query[:, :, at], key[:, :, at], value[:, :, at], rule)
+        context.advance()
+        assert torch.equal(output, packed[:, at])
 
 
 @pytest.mark.parametrize("rule", [AttentionRule(0.5, softcap=2.0), AttentionRule(0.5, sinks=torch.zeros(4))])

@@ -1,7 +1,8 @@
 """The attention of a decoding step as a compiled function: a new token of each row of the KV cache.
 
 A row is one or more parts, a shared prefix and its own tokens; the new token is the last of the last part. Scores and
-probabilities are rounded to the dtype, as products round them, so that the trainer gives a token the same logprob.
+probabilities are rounded to the dtype, as products round them. Where the processor is fastest with pairs of bfloat16
+numbers, sums are those of `packed`, in the same order: the trainer computes the same bits.
 """
 
 from __future__ import annotations
@@ -12,9 +13,21 @@ from typing import Any
 import numpy as np
 from numba import carray, njit  # pyright: ignore[reportAttributeAccessIssue] - it comes by a star
 
+from tinsmith.engine.cpu.pairs import BLOCK, HALF_ROWS, PANEL_LINE, lay_depth
 from tinsmith.engine.cpu.primitives import atomic_next, c_function, pointer, void_pointer
 from tinsmith.engine.cpu.rows import copy_row, fill, softmax_row
-from tinsmith.engine.cpu.tiles import TILE_KEYS, TILE_QUERIES, TILE_VALUES, data_of, prefetch, score_tile, weigh_tile
+from tinsmith.engine.cpu.tiles import (
+    PAIR_COLUMNS,
+    TILE_KEYS,
+    TILE_QUERIES,
+    TILE_VALUES,
+    data_of,
+    pair_tile,
+    prefetch,
+    score_tile,
+    weigh_pairs,
+    weigh_tile,
+)
 from tinsmith.engine.cpu.vectors import LANES
 
 STEP = np.dtype(
@@ -24,7 +37,7 @@ STEP = np.dtype(
         ("parts", "i8"),  # of each row
         ("heads", "i8"),  # of keys
         ("window", "i8"),  # tokens at the end that a token sees; 0: all
-        ("line", "i8"),  # room for the scores of the longest row, a multiple of LINE
+        ("line", "i8"),  # room for the scores of the longest row and PAIR_COLUMNS more, a multiple of LINE
         ("table", "i8"),  # address of PART [rows, parts]
         ("layer", "i8"),
         ("queries", "i8"),  # address of [rows, heads group, key width]
@@ -47,6 +60,10 @@ PART = np.dtype(
 )
 LINE = LANES
 """Scores are padded with -inf to a multiple of this."""
+WIDTH_OF_PAIRS = 16
+"""What widths must be multiples of, so that pairs are multiplied."""
+BLOCKS_AHEAD = 4
+"""How many blocks of keys before it is read one is brought nearer."""
 
 
 @njit(inline="always")
@@ -101,19 +118,53 @@ def weigh_part(
         k += 1
 
 
+@njit(inline="always")
+def keys_of(number: Any, step: Any, part: Any) -> Any:
+    """A part's keys in the step's layer."""
+    return pointer(number(part.keys + step.layer * part.key_layer))
+
+
+@njit(inline="always")
+def values_of(number: Any, step: Any, part: Any) -> Any:
+    """A part's values in the step's layer."""
+    return pointer(number(part.values + step.layer * part.value_layer))
+
+
+@njit(inline="always")
+def add_token(number: Any, step: Any, part: Any, source: Any, key_width: Any, value_width: Any, stride: Any) -> None:
+    """Write the new token's key and value to the cache; values that are parts of keys are written with them."""
+    new = source % step.heads * part.capacity + part.length - 1
+    keys, new_keys = keys_of(number, step, part), pointer(number(step.new_keys))
+    copy_row(keys, new * key_width, new_keys, source * key_width, np.float32(1), key_width)
+    if value_width == stride:
+        values, new_values = values_of(number, step, part), pointer(number(step.new_values))
+        copy_row(values, new * value_width, new_values, source * value_width, np.float32(1), value_width)
+
+
+@njit(inline="always")
+def to_probabilities(scores: Any, total: Any, unseen: Any, group: Any, like: Any, probs: Any) -> Any:
+    """The scores of `group` queries from `unseen` to `total` to probabilities, which may be in their place."""
+    line = scores.shape[1]
+    end = unseen + (total - unseen + LINE - 1) // LINE * LINE
+    for g in range(group):
+        fill(data_of(scores), g * line + total, g * line + end, np.float32(-np.inf))
+        softmax_row(data_of(scores), g * line + unseen, end - unseen, like, data_of(probs))
+
+
 @cache
-def attention_function(is_float32: bool, group: int, key_width: int, value_width: int, value_stride: int) -> Any:
-    """A C function of a pointer to a STEP, which lives as long as this object, for `group` queries of a key head and
-    tokens of these widths, which are constants in its machine code. Each token's values are `value_stride` numbers
-    after the last one's, more than their width if they are parts of its key."""
-    number, rest = np.float64 if is_float32 else np.int64, group % TILE_QUERIES
+def attention_function(kind: str, group: int, key_width: int, value_width: int, value_stride: int) -> Any:
+    """A C function of a pointer to a STEP, which lives as long as this object, for an `instructions.Kind`, `group`
+    queries of a key head and tokens of these widths, which are constants in its machine code. Each token's values are
+    `value_stride` numbers after the last one's, more than their width if they are parts of its key."""
+    if kind == "pairs" and not key_width % WIDTH_OF_PAIRS and not value_width % WIDTH_OF_PAIRS:
+        return _function_of_pairs(group, key_width, value_width, value_stride)
+    number, rest = np.float64 if kind == "float32" else np.int64, group % TILE_QUERIES
     ahead = TILE_KEYS * value_stride
 
     @c_function
     def attend(argument):
         step = carray(argument, 1, STEP)[0]
         queries, outputs = pointer(number(step.queries)), pointer(number(step.outputs))
-        new_keys, new_values = pointer(number(step.new_keys)), pointer(number(step.new_values))
         heads, table = step.heads, carray(void_pointer(step.table), (step.rows, step.parts), PART)
         query, output = np.empty((group, key_width), np.float32), np.empty((group, value_width), np.float32)
         scores = np.empty((group, step.line), np.float32)
@@ -124,33 +175,120 @@ def attention_function(is_float32: bool, group: int, key_width: int, value_width
                 total += part.length
             unseen = max(0, total - step.window) if step.window else 0
             copy_row(data_of(query), 0, queries, source * group * key_width, np.float32(step.scale), group * key_width)
-            part = row[step.parts - 1]
-            keys = pointer(number(part.keys + step.layer * part.key_layer))
-            values = pointer(number(part.values + step.layer * part.value_layer))
-            new = head * part.capacity + part.length - 1
-            copy_row(keys, new * key_width, new_keys, source * key_width, np.float32(1), key_width)
-            if value_width == value_stride:
-                copy_row(values, new * value_width, new_values, source * value_width, np.float32(1), value_width)
+            add_token(number, step, row[step.parts - 1], source, key_width, value_width, value_stride)
             before = 0
             for part in row:
-                keys = pointer(number(part.keys + step.layer * part.key_layer))
-                values = pointer(number(part.values + step.layer * part.value_layer))
                 start, first = head * part.capacity, min(max(0, unseen - before), part.length)
-                score_part(query, keys, start * key_width, first, part.length, scores, before,
-                           values, start * value_stride, rest, key_width, value_stride, ahead)  # fmt: skip
+                score_part(query, keys_of(number, step, part), start * key_width, first, part.length, scores, before,
+                           values_of(number, step, part), start * value_stride, rest, key_width, value_stride,
+                           ahead)  # fmt: skip
                 before += part.length
-            end = unseen + (total - unseen + LINE - 1) // LINE * LINE
-            for g in range(group):
-                fill(data_of(scores), g * step.line + total, g * step.line + end, np.float32(-np.inf))
-                softmax_row(data_of(scores), g * step.line + unseen, end - unseen, queries, data_of(scores))
+            to_probabilities(scores, total, unseen, group, queries, scores)
             output[:] = 0
             before = 0
             for part in row:
-                values = pointer(number(part.values + step.layer * part.value_layer))
                 first = min(max(0, unseen - before), part.length)
-                weigh_part(output, values, head * part.capacity * value_stride, first, part.length, scores, before,
-                           rest, value_width, value_stride)  # fmt: skip
+                weigh_part(output, values_of(number, step, part), head * part.capacity * value_stride, first,
+                           part.length, scores, before, rest, value_width, value_stride)  # fmt: skip
                 before += part.length
+            copy_row(outputs, source * group * value_width, data_of(output), 0, np.float32(1), group * value_width)
+            source = atomic_next(argument)
+
+    return attend
+
+
+@njit(inline="always")
+def score_pairs(
+    query: Any, keys: Any, start: Any, first: Any, last: Any, scores: Any, before: Any, panel: Any, rest: Any,
+    width: Any, ahead: Any,
+) -> None:  # fmt: skip
+    """`score_part` of bfloat16 numbers in pairs, while `ahead` numbers of later keys are brought nearer with each block.
+    It also writes to scores[g, before + k] for some k after the last, which mean nothing."""
+    line, whole, queries, lines = scores.shape[1], len(query) - rest, data_of(query), data_of(scores)
+    for k in range(first, last, PAIR_COLUMNS):
+        for block in range(k, min(k + PAIR_COLUMNS, last), BLOCK):
+            prefetch(keys, start + (block + BLOCKS_AHEAD * BLOCK) * width, ahead)
+            lay_depth(data_of(panel), 2 * (block - k), keys, start + block * width, width, width, last - block - 1,
+                      16)  # fmt: skip
+        for g in range(0, whole, HALF_ROWS):
+            pair_tile(lines, g * line + before + k, line, queries, g * width, width, 2, data_of(panel), 0, PANEL_LINE,
+                      width, np.float32(1), HALF_ROWS, 0)  # fmt: skip
+        pair_tile(lines, whole * line + before + k, line, queries, whole * width, width, 2, data_of(panel), 0,
+                  PANEL_LINE, width, np.float32(1), rest, 0)  # fmt: skip
+
+
+@njit(inline="always")
+def weigh_all_pairs(
+    output: Any, values: Any, start: Any, following: Any, probs: Any, at: Any, rest: Any, count: Any, width: Any,
+    stride: Any,
+) -> None:  # fmt: skip
+    """`weigh_pairs` of all outputs; `rest` of them fill no tile."""
+    line, whole, outputs, lines = probs.shape[1], len(output) - rest, data_of(output), data_of(probs)
+    for g in range(0, whole, HALF_ROWS):
+        weigh_pairs(outputs, values, start, following, lines, at, line, g, HALF_ROWS, count, width, stride)
+    weigh_pairs(outputs, values, start, following, lines, at, line, whole, rest, count, width, stride)
+
+
+@njit(inline="always")
+def following(row: Any, place: Any) -> Any:
+    """The number of the next part with tokens; the same where there is none."""
+    for later in range(place + 1, len(row)):
+        if row[later].length:
+            return later
+    return place
+
+
+@cache
+def _function_of_pairs(group: int, key_width: int, value_width: int, value_stride: int) -> Any:
+    """`attention_function` of bfloat16 numbers in pairs."""
+    rest, ahead = group % HALF_ROWS, BLOCK * key_width
+
+    @c_function
+    def attend(argument):
+        step = carray(argument, 1, STEP)[0]
+        queries, outputs = pointer(np.int64(step.queries)), pointer(np.int64(step.outputs))
+        heads, table = step.heads, carray(void_pointer(step.table), (step.rows, step.parts), PART)
+        query, output = np.empty((group, key_width), np.uint16), np.empty((group, value_width), np.float32)
+        scores, probs = np.empty((group, step.line), np.float32), np.empty((group, step.line), np.uint16)
+        panel = np.empty(key_width * PAIR_COLUMNS, np.uint16)
+        source = atomic_next(argument)
+        while source < step.rows * heads:
+            row, head, total = table[source // heads], source % heads, 0
+            for part in row:
+                total += part.length
+            unseen = max(0, total - step.window) if step.window else 0
+            copy_row(data_of(query), 0, queries, source * group * key_width, np.float32(step.scale), group * key_width)
+            add_token(np.int64, step, row[step.parts - 1], source, key_width, value_width, value_stride)
+            before = 0
+            for part in row:
+                first = min(max(0, unseen - before), part.length)
+                score_pairs(query, keys_of(np.int64, step, part), head * part.capacity * key_width, first, part.length,
+                            scores, before, panel, rest, key_width, ahead)  # fmt: skip
+                before += part.length
+            at, before = unseen - unseen % 2, 0
+            for g in range(group):
+                fill(data_of(scores), g * step.line + at, g * step.line + unseen, np.float32(-np.inf))
+            to_probabilities(scores, total, at, group, queries, probs)
+            output[:] = 0
+            for place in range(step.parts):
+                part = row[place]
+                own = max(0, at - before)
+                pairs, values = max(0, part.length - own) // 2, values_of(np.int64, step, part)
+                start = head * part.capacity * value_stride
+                weigh_all_pairs(output, values, start + own * value_stride, value_stride, probs, at, rest, pairs,
+                                value_width, value_stride)  # fmt: skip
+                at += 2 * pairs
+                before += part.length
+                if at < before:  # the last token of this part is paired with the first one of the next
+                    next_place = following(row, place)
+                    other = row[next_place]
+                    apart = 0
+                    if next_place > place:
+                        apart = (other.values - part.values + step.layer * (other.value_layer - part.value_layer)) // 2
+                        apart += (head * other.capacity - head * part.capacity - part.length + 1) * value_stride
+                    weigh_all_pairs(output, values, start + (part.length - 1) * value_stride, apart, probs, at, rest, 1,
+                                    value_width, value_stride)  # fmt: skip
+                    at += 2
             copy_row(outputs, source * group * value_width, data_of(output), 0, np.float32(1), group * value_width)
             source = atomic_next(argument)
 

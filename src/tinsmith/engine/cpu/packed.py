@@ -17,7 +17,7 @@ import numpy as np
 from numba import carray, njit, types  # pyright: ignore[reportAttributeAccessIssue] - they come by a star
 from numba.extending import overload  # pyright: ignore[reportAttributeAccessIssue] - it comes by a star
 
-from tinsmith.engine.cpu.pairs import BLOCK, PANEL_LINE, even, lay_depth, lay_rows
+from tinsmith.engine.cpu.pairs import BLOCK, PANEL_LINE, even, lay_depth, lay_in_order, lay_rows
 from tinsmith.engine.cpu.primitives import atomic_next, c_function, load, pointer, store, void_pointer
 from tinsmith.engine.cpu.rows import (
     add_row,
@@ -105,7 +105,7 @@ def padded(count: Any) -> Any:
 
 def read_rows(target: Any, at: Any, line: Any, numbers: Any, matrix: Any, head: Any, run: Any, width: Any) -> None:
     """Read a run of keys or values as rows from `at` on of a target: float32 [keys, line], or bfloat16 in pairs of rows
-    [keys / 2, line, 2], with zeros after an odd number of keys."""
+    [keys / 2, line, 2], the second row first, with zeros after an odd number of keys."""
 
 
 @overload(read_rows)
@@ -119,9 +119,9 @@ def _read_rows(target, at, line, numbers, matrix, head, run, width):
         start, row = head * matrix.head + run.start * matrix.token, at % 2
         if row:
             for i in range(width):
-                target[at // 2 * 2 * line + 2 * i + 1] = numbers[start + i]
-        lay_rows(target, (at + row) // 2 * 2 * line, 2 * line, numbers, start + row * matrix.token, matrix.token,
-                 run.count - row, width)  # fmt: skip
+                target[at // 2 * 2 * line + 2 * i] = numbers[start + i]
+        lay_in_order(target, (at + row) // 2 * 2 * line, 2 * line, numbers, start + row * matrix.token, matrix.token,
+                     run.count - row, width)  # fmt: skip
 
     return in_pairs if target.dtype == types.uint16 else whole
 
@@ -146,7 +146,7 @@ def _read_columns(target, at, numbers, matrix, head, run, width):
             key, own = at + row, start + row * matrix.token
             place = key // PAIR_COLUMNS * PAIR_COLUMNS * even(width) + 2 * (key % PAIR_COLUMNS)
             if key % BLOCK == 0 and row + BLOCK <= run.count and width % 8 == 0:
-                lay_depth(target, place, numbers, own, matrix.token, width, 16)
+                lay_depth(target, place, numbers, own, matrix.token, width, 15, 16)
                 row += BLOCK
             else:
                 for i in range(width):

@@ -50,41 +50,56 @@ def lay_rows(
 ) -> None:
     """target[place + k / 2 line + 2 c + k % 2] = numbers[start + k stride + c] of `rows` rows k, and zeros after an odd
     number of them."""
-    _lay_rows(target, np.int64(place), line, numbers, np.int64(start), np.int64(stride), np.int64(rows),
-              columns)  # fmt: skip
-
-
-@njit(error_model="numpy")
-def _lay_rows(target, place, line, numbers, start, stride, rows, columns):  # type: ignore[no-untyped-def]
-    for k in range(0, rows, 2):
-        at, own, c = place + k // 2 * line, start + k * stride, 0
-        following = stride if k + 1 < rows else 0
-        while c + BLOCK <= columns:
-            pair_rows(target, at + 2 * c, numbers, own + c, following, 16)
-            c += BLOCK
-        if c + 8 <= columns:
-            pair_rows(target, at + 2 * c, numbers, own + c, following, 8)
-            c += 8
-        for rest in range(c, columns):
-            target[at + 2 * rest] = numbers[own + rest]
-            target[at + 2 * rest + 1] = numbers[own + following + rest]
-        if k + 1 == rows:
-            for c in range(columns):
-                target[at + 2 * c + 1] = 0
+    _lay_rows(target, np.int64(place), line, numbers, np.int64(start), np.int64(stride), np.int64(rows), columns,
+              np.int64(0))  # fmt: skip
 
 
 @njit(inline="always")
-def lay_depth(panel: Any, place: Any, numbers: Any, start: Any, stride: Any, depth: Any, columns: Any) -> None:
-    """A block of columns, of which `columns`, a constant, are not zeros; depth is a multiple of 8."""
+def lay_in_order(
+    target: Any, place: Any, line: Any, numbers: Any, start: Any, stride: Any, rows: Any, columns: Any
+) -> None:
+    """`lay_rows` with the second row of each pair before the first one. `pair_tile` adds the products of a pair's second
+    number first, so that products are added in the order of the rows."""
+    _lay_rows(target, np.int64(place), line, numbers, np.int64(start), np.int64(stride), np.int64(rows), columns,
+              np.int64(1))  # fmt: skip
+
+
+@njit(error_model="numpy")
+def _lay_rows(target, place, line, numbers, start, stride, rows, columns, swaps):  # type: ignore[no-untyped-def]
+    for k in range(0, rows, 2):
+        at, first, c = place + k // 2 * line, start + k * stride, 0
+        second = first + (stride if k + 1 < rows else 0)
+        if swaps:
+            first, second = second, first
+        while c + BLOCK <= columns:
+            pair_rows(target, at + 2 * c, numbers, first + c, second - first, 16)
+            c += BLOCK
+        if c + 8 <= columns:
+            pair_rows(target, at + 2 * c, numbers, first + c, second - first, 8)
+            c += 8
+        for rest in range(c, columns):
+            target[at + 2 * rest] = numbers[first + rest]
+            target[at + 2 * rest + 1] = numbers[second + rest]
+        if k + 1 == rows:
+            for c in range(columns):
+                target[at + 2 * c + 1 - swaps] = 0
+
+
+@njit(inline="always")
+def lay_depth(
+    panel: Any, place: Any, numbers: Any, start: Any, stride: Any, depth: Any, last: Any, columns: Any
+) -> None:  # fmt: skip
+    """A block of columns, of which `columns`, a constant, are not zeros, and those after number `last` are like it;
+    depth is a multiple of 8."""
     k = 0
     while k + 32 <= depth:
-        pair_columns(panel, place + k // 2 * PANEL_LINE, numbers, start + k, stride, columns, 32)
+        pair_columns(panel, place + k // 2 * PANEL_LINE, numbers, start + k, stride, last, columns, 32)
         k += 32
     if k + 16 <= depth:
-        pair_columns(panel, place + k // 2 * PANEL_LINE, numbers, start + k, stride, columns, 16)
+        pair_columns(panel, place + k // 2 * PANEL_LINE, numbers, start + k, stride, last, columns, 16)
         k += 16
     if k < depth:
-        pair_columns(panel, place + k // 2 * PANEL_LINE, numbers, start + k, stride, columns, 8)
+        pair_columns(panel, place + k // 2 * PANEL_LINE, numbers, start + k, stride, last, columns, 8)
 
 
 @njit(inline="always")
@@ -101,9 +116,9 @@ def _lay_columns(panels, column, numbers, start, stride, depth, columns):  # typ
         at = column + c
         place = at // PAIR_COLUMNS * PAIR_COLUMNS * depth + 2 * (at % PAIR_COLUMNS)
         if c + BLOCK <= columns:
-            lay_depth(panels, place, numbers, start + c * stride, stride, depth, 16)
+            lay_depth(panels, place, numbers, start + c * stride, stride, depth, 15, 16)
         else:
-            lay_depth(panels, place, numbers, start + c * stride, stride, depth, 8)
+            lay_depth(panels, place, numbers, start + c * stride, stride, depth, 7, 8)
 
 
 @njit(inline="always")

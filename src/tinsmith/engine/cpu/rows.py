@@ -12,6 +12,7 @@ from numba.extending import intrinsic
 from tinsmith.engine.cpu.primitives import BITS, load, rounded, store
 from tinsmith.engine.cpu.vectors import (
     FLOAT,
+    HAS_PAIRS,
     INT64,
     LANES,
     broadcast,
@@ -19,10 +20,14 @@ from tinsmith.engine.cpu.vectors import (
     exponential,
     fma,
     folded,
+    from_parts,
     larger,
     loop,
+    no_parts,
     put_bits,
     read,
+    shuffled,
+    whole_parts,
     write,
 )
 from tinsmith.engine.cpu.vectors import rounded as rounded_vector
@@ -64,13 +69,16 @@ def mask_row(numbers: Any, at: Any, visible: Any, first: Any, count: Any) -> Non
 @intrinsic
 def softmax_row(context: Any, numbers: Any, at: Any, count: Any, like: Any, target: Any) -> Any:
     """The softmax of `count` float32, a multiple of LANES, both rounded to the dtype of a pointer, stored at the same
-    place of a target, which may be the numbers.
+    place of a target, which may be the numbers. A target of bfloat16 gets the second number of each pair before the
+    first one, as `pairs.lay_in_order` has it.
 
-    All results are NaN if any number is.
+    All results are NaN if any number is. With pairs of bfloat16 numbers, they do not depend on where the numbers are
+    in the row, nor on how many of them are -inf.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         numbers, at, count, like, target = arguments
+        is_whole = HAS_PAIRS and like.type.pointee != FLOAT
 
         def largest(i: Any, carried: Any) -> Any:
             vector = rounded_vector(builder, read(builder, numbers, builder.add(at, i)), like)
@@ -80,17 +88,30 @@ def softmax_row(context: Any, numbers: Any, at: Any, count: Any, like: Any, targ
         def exponentials(i: Any, carried: Any) -> Any:
             vector = exponential(builder, builder.fsub(read(builder, numbers, builder.add(at, i)), most))
             write(builder, numbers, builder.add(at, i), vector)
-            return [builder.fadd(carried[0], vector)]
+            terms = [vector, *([whole_parts(builder, vector)] if is_whole else [])]
+            return [builder.fadd(carried[0], terms[0]), *map(builder.add, carried[1:], terms[1:])]
 
         def divided(i: Any, carried: Any) -> Any:
             vector = builder.fmul(read(builder, numbers, builder.add(at, i)), inverse)
-            write(builder, target, builder.add(at, i), rounded_vector(builder, vector, like))
+            if target.type.pointee == FLOAT:
+                write(builder, target, builder.add(at, i), rounded_vector(builder, vector, like))
+            else:
+                swapped = shuffled(builder, vector, vector, [place ^ 1 for place in range(LANES)])
+                write(builder, target, builder.add(at, i), swapped)
             return carried
 
         (most,) = loop(builder, count, LANES, [constant(float("-inf"))], largest)
         most = broadcast(builder, folded(builder, most, lambda left, right: larger(builder, left, right)))
-        (total,) = loop(builder, count, LANES, [constant(0.0)], exponentials)
-        inverse = broadcast(builder, builder.fdiv(FLOAT(1.0), folded(builder, total, builder.fadd)))
+        totals = [constant(0.0), *([no_parts(LANES)] if is_whole else [])]
+        total, *parts = loop(builder, count, LANES, totals, exponentials)
+        total = folded(builder, total, builder.fadd)
+        if is_whole:
+            total = builder.select(
+                builder.fcmp_ordered("ord", total, total),
+                from_parts(builder, folded(builder, parts[0], builder.add)),
+                total,
+            )
+        inverse = broadcast(builder, builder.fdiv(FLOAT(1.0), total))
         loop(builder, count, LANES, [], divided)
         return context.get_dummy_value()
 

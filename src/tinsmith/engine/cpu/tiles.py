@@ -17,6 +17,7 @@ from tinsmith.engine.cpu.vectors import (
     INT64,
     LANES,
     add_pairs,
+    as_pairs,
     bits_at,
     broadcast,
     constant,
@@ -157,16 +158,19 @@ def pair_rows(context: Any, outputs: Any, place: Any, numbers: Any, start: Any, 
 
 @of_constants
 def pair_columns(
-    context: Any, outputs: Any, place: Any, numbers: Any, start: Any, stride: Any, columns: Any, depth: Any
+    context: Any, outputs: Any, place: Any, numbers: Any, start: Any, stride: Any, last: Any, columns: Any, depth: Any
 ) -> Any:  # fmt: skip
-    """outputs[place + k / 2 2 PAIR_COLUMNS + 2 c + k % 2] = numbers[start + c stride + k] of bfloat16 numbers, for 16
-    columns c, of which those from `columns` on are zeros, and `depth` numbers k: 32, 16 or 8."""
+    """outputs[place + k / 2 2 PAIR_COLUMNS + 2 c + k % 2] = numbers[start + min(c, last) stride + k] of bfloat16
+    numbers, for 16 columns c, of which those from `columns` on are zeros, and `depth` numbers k: 32, 16 or 8."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        outputs, place, numbers, start, stride, *_ = arguments
+        outputs, place, numbers, start, stride, last, *_ = arguments
         count = depth.literal_value
-        at = [builder.add(start, builder.mul(stride, INT64(c))) for c in range(columns.literal_value)]
-        rows = [bits_at(builder, numbers, own, count) for own in at]
+        own = [
+            builder.select(builder.icmp_signed("<", INT64(c), last), INT64(c), last)
+            for c in range(columns.literal_value)
+        ]
+        rows = [bits_at(builder, numbers, builder.add(start, builder.mul(stride, c)), count) for c in own]
         wide = [shuffled(builder, row, row, [k % count for k in range(32)]) for row in rows]
         pairs = [builder.bitcast(row, ir.VectorType(BITS, 16)) for row in wide]
         pairs += [ir.Constant(ir.VectorType(BITS, 16), [0] * 16)] * (16 - len(pairs))
@@ -175,7 +179,7 @@ def pair_columns(
         return context.get_dummy_value()
 
     whole = types.int64
-    return types.void(outputs, whole, numbers, whole, whole, columns, depth), generate
+    return types.void(outputs, whole, numbers, whole, whole, whole, columns, depth), generate
 
 
 @intrinsic
@@ -256,6 +260,47 @@ def weigh_tile(
 
     whole = types.int64
     return types.void(outputs, values, whole, probs, whole, whole, whole, rows, count, width, stride), generate
+
+
+@of_constants
+def weigh_pairs(
+    context: Any, outputs: Any, values: Any, at: Any, following: Any, probs: Any, place: Any, line: Any, first: Any,
+    rows: Any, count: Any, width: Any, stride: Any,
+) -> Any:  # fmt: skip
+    """outputs[g] += sum over `count` pairs k of probs[g line + place + 2 k + 1] values[at + 2 k stride] and then of
+    probs[g line + place + 2 k] values[at + following + 2 k stride], of `rows` outputs g from `first` on. Probabilities
+    and values are bfloat16."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        outputs, values, at, following, probs, place, line, first, _, count, *_ = arguments
+        size, numbers = width.literal_value, range(rows.literal_value)
+        own = [builder.add(place, builder.mul(line, index(builder, first, g))) for g in numbers]
+        for column in range(0, size, 64):
+            columns = range(column, min(column + 64, size), 16)
+            flat = [index(builder, builder.mul(first, INT64(size)), g * size + c) for g in numbers for c in columns]
+
+            def body(k: Any, sums: Any, columns: Any = columns) -> Any:
+                start = builder.add(at, builder.mul(k, INT64(2 * stride.literal_value)))
+                vectors = []
+                for c in columns:
+                    halves = (
+                        bits_at(builder, values, index(builder, row, c), 16)
+                        for row in (start, builder.add(start, following))
+                    )
+                    both = shuffled(builder, *halves, [i + 16 * k for i in range(16) for k in (1, 0)])
+                    vectors.append(as_pairs(builder, both))
+                step = builder.shl(k, INT64(1))
+                weights = (pair_at(builder, probs, builder.add(row, step)) for row in own)
+                pairs = ((weight, vector) for weight in weights for vector in vectors)
+                return [add_pairs(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
+
+            sums = loop(builder, count, 1, [read(builder, outputs, one, 16) for one in flat], body)
+            for one, total in zip(flat, sums, strict=True):
+                write(builder, outputs, one, total)
+        return context.get_dummy_value()
+
+    whole = types.int64
+    return types.void(outputs, values, whole, whole, probs, whole, whole, whole, rows, whole, width, stride), generate
 
 
 @of_constants

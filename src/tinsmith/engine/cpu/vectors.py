@@ -30,6 +30,8 @@ HAS_PAIRS = _has("avx512bf16")
 """Whether `add_pairs` can be compiled."""
 LANES = 16 if HAS_32_REGISTERS else 8
 """Numbers in a vector, at most."""
+PARTS = 2.0**40
+"""Units of 1 in a sum of whole numbers: a million numbers add up to less than 2^60."""
 of_constants: Callable[[Callable[..., Any]], Any] = cast("Any", intrinsic)(prefer_literal=True)
 """An intrinsic of which some arguments are constants."""
 
@@ -119,6 +121,22 @@ def exponential(builder: Any, vector: Any) -> Any:
     return builder.fmul(power, scale)
 
 
+def whole_parts(builder: Any, vector: Any) -> Any:
+    """Numbers from 0 to 1 as int64 in units of 1 / PARTS, whose sums do not depend on their order."""
+    scaled = builder.fmul(vector, constant(PARTS, vector.type.count))
+    return builder.fptosi(scaled, ir.VectorType(INT64, vector.type.count))
+
+
+def no_parts(lanes: int) -> Any:
+    """A vector of zeros as `whole_parts` returns it."""
+    return ir.Constant(ir.VectorType(INT64, lanes), [0] * lanes)
+
+
+def from_parts(builder: Any, parts: Any) -> Any:
+    """The float32 of a sum of `whole_parts`."""
+    return builder.fdiv(builder.sitofp(parts, FLOAT), FLOAT(PARTS))
+
+
 def shuffled(builder: Any, left: Any, right: Any, places: Sequence[int]) -> Any:
     """The numbers of two vectors at these places of both."""
     return builder.shuffle_vector(left, right, ir.Constant(_bits(len(places)), list(places)))
@@ -151,7 +169,12 @@ def put_bits(builder: Any, pointer: Any, at: Any, vector: Any) -> None:
 
 def pairs_at(builder: Any, pointer: Any, at: Any) -> Any:
     """32 bfloat16 numbers."""
-    return builder.bitcast(bits_at(builder, pointer, at, 32), _PAIRS)
+    return as_pairs(builder, bits_at(builder, pointer, at, 32))
+
+
+def as_pairs(builder: Any, bits: Any) -> Any:
+    """The bits of 32 bfloat16 numbers as an argument of `add_pairs`."""
+    return builder.bitcast(bits, _PAIRS)
 
 
 def pair_at(builder: Any, pointer: Any, at: Any) -> Any:

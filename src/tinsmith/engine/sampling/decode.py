@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.cpu import openmp
-from tinsmith.engine.cpu.arguments import KINDS, has_loops
+from tinsmith.engine.cpu.arguments import has_loops
+from tinsmith.engine.cpu.instructions import kind_of
 from tinsmith.engine.model.architectures.latents import Latents
 from tinsmith.engine.model.attention_kernels import (
     additive_mask,
@@ -34,8 +35,8 @@ from tinsmith.engine.sampling.kv_cache import Bank, CacheRow, CacheShape
 from tinsmith.engine.sampling.state_bank import DecodeStates, StateBank
 
 MAX_PREFIX_NUMBERS = 1 << 24
-"""Numbers of shared prefixes that the compiled function reads again for each of their rows, at most. Products read a
-prefix once for all of its rows."""
+"""Numbers of shared prefixes that the compiled function reads again for each of their rows, at most, where it does not
+multiply pairs of bfloat16 numbers. Products read a prefix once for all of its rows."""
 THREAD_NUMBERS = 1 << 16
 """Numbers of a layer's cache from which several threads are faster than one."""
 
@@ -52,7 +53,7 @@ def attention_function(shape: CacheShape) -> AttentionFunction | None:
         from tinsmith.engine.cpu import decoding  # where it fails, the check of decoding says so
 
         width, stride = shape.value_width or shape.latent_width, shape.value_width or shape.key_width
-        return decoding.attention_function(KINDS[shape.dtype] is float, group, shape.key_width, width, stride)
+        return decoding.attention_function(kind_of(shape.dtype), group, shape.key_width, width, stride)
 
     return function
 
@@ -176,7 +177,7 @@ class _CompiledStep:
         prefixes = [row.shared_prefix for row in rows if row.shared_prefix]
         once = {id(row): row for row in prefixes}.values()
         again = sum(row.length for row in prefixes) - sum(row.length for row in once)
-        if again * width > MAX_PREFIX_NUMBERS:
+        if again * width > MAX_PREFIX_NUMBERS and kind_of(shape.dtype) != "pairs":
             return None
         # Where some rows have a shared prefix, the others have themselves in its place, without a token.
         parts = [[row.shared_prefix or row, row] if prefixes else [row] for row in rows]
@@ -194,7 +195,7 @@ class _CompiledStep:
         step = np.zeros(1, decoding.STEP)
         step["rows"], step["parts"], step["heads"], step["table"] = *table.shape, shape.heads, table.ctypes.data
         tokens = [row.position + 1 for row in rows]
-        step["line"] = (max(tokens) // decoding.LINE + 2) * decoding.LINE
+        step["line"] = (max(tokens) // decoding.LINE + 3) * decoding.LINE
         threads = torch.get_num_threads() if sum(tokens) * width >= THREAD_NUMBERS else 1
         return cls(shape, function, step, table, min(threads, len(rows) * shape.heads))
 

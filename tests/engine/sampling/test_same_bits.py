@@ -1,0 +1,118 @@
+"""Results that do not depend on what is computed beside them, where products are of pairs of bfloat16 numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.conftest import engines
+from tests.engine.cpu.processor import needs_pairs
+from tests.engine.sampling.helpers import sample_request
+from tests.models import VOCABULARY, save_tokenizer
+from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, SampleResult
+
+pytestmark = needs_pairs
+
+PROMPT, SAMPLES, TOKENS = 33, 6, 40
+ROUNDING = 1e-5
+"""Softmax of the same logits, by the sampler and by the trainer."""
+
+
+@pytest.fixture(scope="module")
+def engine_with(tmp_path_factory: pytest.TempPathFactory, wait: Any) -> Iterator[Callable[..., Any]]:
+    """bfloat16 engines of a tiny Llama whose widths compiled functions multiply, by their settings."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("aligned")
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=96, intermediate_size=192, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=16, initializer_range=0.2, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    with engines(lambda _: folder, wait) as engine:
+        yield lambda **settings: engine("aligned", dtype="bfloat16", **settings)
+
+
+@pytest.fixture(scope="module")
+def trained(engine_with: Callable[..., Any], wait: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter whose B is not zero."""
+    engine, folder = engine_with(), tmp_path_factory.mktemp("adapter") / "saved"
+    wait(engine.create("trained", LoraSpec(rank=8, seed=1)))
+    for _ in range(3):
+        wait(engine.run([scored("trained", [prompt(seed) for seed in range(4)], forward_only=False)]))
+        wait(engine.step("trained", AdamParams(learning_rate=2e-2, eps=1e-8)))
+    wait(engine.save("trained", folder, optimizer=False))
+    return folder
+
+
+def prompt(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, VOCABULARY, PROMPT + seed).astype(np.int32)
+
+
+def scored(model_id: str, rows: list[np.ndarray], *, forward_only: bool = True) -> Pass:
+    """The pass that computes the logprobs of rows."""
+    ones = [{} if forward_only else {"weights": np.ones(len(row) - 1, np.float32)} for row in rows]
+    data = [
+        Datum(tokens=row[:-1], targets=row[1:].astype(np.int64), inputs=inputs)
+        for row, inputs in zip(rows, ones, strict=True)
+    ]
+    return Pass(model_id=model_id, data=tuple(data), loss_fn="cross_entropy", forward_only=forward_only)
+
+
+def sampled(engine: Any, wait: Any, seeds: range) -> list[SampleResult]:
+    """Samples of a prompt for each seed, all at the same time."""
+    import asyncio
+
+    async def all_of_them() -> list[SampleResult]:
+        requests = [
+            sample_request(prompt(seed), seed=seed, version="version", num_samples=SAMPLES, max_tokens=TOKENS)
+            for seed in seeds
+        ]
+        return list(await asyncio.gather(*(engine.sample(request) for request in requests)))
+
+    return wait(all_of_them())
+
+
+def test_trainer_scores_samples_as_the_sampler_did(engine_with: Callable[..., Any], trained: Path, wait: Any) -> None:
+    engine = engine_with()
+    wait(engine.load("trained", trained, optimizer=False))
+    wait(engine.capture("trained", "version"))
+    results = sampled(engine, wait, range(3))
+    pairs = [(prompt(seed), sequence) for seed, result in enumerate(results) for sequence in result.sequences]
+    rows = [np.concatenate([start, sequence.tokens]).astype(np.int32) for start, sequence in pairs]
+    (result,) = wait(engine.run([scored("trained", rows)]))
+    for (start, sequence), logprobs in zip(pairs, result.logprobs, strict=True):
+        assert np.abs(sequence.logprobs - logprobs[len(start) - 1 :]).max() < ROUNDING
+    wait(engine.detach("version"))
+
+
+def test_logprobs_of_a_row_are_the_same_in_any_pass(engine_with: Callable[..., Any], trained: Path, wait: Any) -> None:
+    starts = [prompt(seed) for seed in (0, 0, 0, 1, 1)]
+    rows = [np.concatenate([start, prompt(10 + number)[: 5 * number + 3]]) for number, start in enumerate(starts)]
+    whole, pieces = engine_with(), engine_with(pass_tokens=32)
+    for engine in (whole, pieces):
+        wait(engine.load("trained", trained, optimizer=False))
+    (together,) = wait(whole.run([scored("trained", rows)]))
+    (in_pieces,) = wait(pieces.run([scored("trained", rows)]))
+    for row, expected, cut in zip(rows, together.logprobs, in_pieces.logprobs, strict=True):
+        (alone,) = wait(whole.run([scored("trained", [row])]))
+        assert np.array_equal(alone.logprobs[0], expected)
+        assert np.array_equal(cut, expected)
+
+
+def test_seed_gives_the_same_sample_beside_others(engine_with: Callable[..., Any], trained: Path, wait: Any) -> None:
+    engine = engine_with()
+    wait(engine.load("trained", trained, optimizer=False))
+    wait(engine.capture("trained", "version"))
+    together = sampled(engine, wait, range(4))
+    for seed, expected in enumerate(together):
+        (alone,) = sampled(engine, wait, range(seed, seed + 1))
+        for left, right in zip(alone.sequences, expected.sequences, strict=True):
+            assert np.array_equal(left.tokens, right.tokens)
+            assert np.array_equal(left.logprobs, right.logprobs)
+    wait(engine.detach("version"))
