@@ -14,11 +14,11 @@ from tinsmith.engine.lora.head.products import Addition, CompiledProducts, Float
 from tinsmith.engine.threads.compute import pytorch_threads
 
 
-def additions_of(rows: int, words: int, spans: list[tuple[int, int, int]]) -> list[Addition]:
+def additions_of(width: int, words: int, spans: list[tuple[int, int, int]]) -> list[Addition]:
     """Additions of (start, stop, rank)."""
-    draw = torch.Generator().manual_seed(rows)
+    draw = torch.Generator().manual_seed(width)
     return [
-        Addition(start, stop, torch.randn(stop - start, rank, generator=draw),
+        Addition(start, stop, torch.randn(rank, width, generator=draw) * width**-0.5,
                  torch.randn(words, rank, generator=draw), 0.5 + start)
         for start, stop, rank in spans
     ]  # fmt: skip
@@ -28,7 +28,9 @@ def exact(hidden: Tensor, weight: Tensor, additions: list[Addition], bias: Tenso
     """The products in float64."""
     products = hidden.double() @ weight.double().T
     for each in additions:
-        products[each.start : each.stop] += each.scale * each.narrow.double() @ each.b.double().T
+        products[each.start : each.stop] += (
+            each.scale * hidden[each.start : each.stop].double() @ each.a.double().T @ each.b.double().T
+        )
     return products if bias is None else products + bias.double()
 
 
@@ -49,7 +51,7 @@ def test_products_are_exact_to_float32(
 ) -> None:
     draw = torch.Generator().manual_seed(0)
     weight, hidden = (torch.randn(count, width, generator=draw).bfloat16() for count in (words, rows))
-    bias, additions = torch.randn(words, generator=draw), additions_of(rows, words, spans)
+    bias, additions = torch.randn(words, generator=draw), additions_of(width, words, spans)
     with pytorch_threads(threads):
         for own in (None, bias):
             actual = CompiledProducts(weight, own)(hidden, additions)
@@ -61,11 +63,11 @@ def test_products_are_exact_to_float32(
 def test_rows_are_alike_however_many_are_computed() -> None:
     draw = torch.Generator().manual_seed(0)
     weight, hidden = (torch.randn(count, 64, generator=draw).bfloat16() for count in (500, 23))
-    (addition,) = additions_of(23, 500, [(0, 23, 8)])
+    (addition,) = additions_of(64, 500, [(0, 23, 40)])
     products = CompiledProducts(weight, None)
     together = products(hidden, [addition])
     for row in range(len(hidden)):
-        own = Addition(0, 1, addition.narrow[row : row + 1], addition.b, addition.scale)
+        own = Addition(0, 1, addition.a, addition.b, addition.scale)
         assert torch.equal(products(hidden[row : row + 1], [own])[0], together[row])
 
 
@@ -82,7 +84,9 @@ def test_rows_that_are_not_contiguous() -> None:
 def test_wrong_products_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     weight = torch.randn(40, 64).bfloat16()
     assert isinstance(choice.products_of(weight, None), CompiledProducts)
-    monkeypatch.setattr(CompiledProducts, "__call__", lambda self, hidden: torch.zeros(len(hidden), len(self._weight)))
+    monkeypatch.setattr(
+        CompiledProducts, "__call__", lambda self, hidden, _: torch.zeros(len(hidden), len(self._weight))
+    )
     with caplog.at_level(logging.WARNING):
         assert isinstance(choice.products_of(weight, None), Float32Products)
     assert "compiled products of the output head do not work here" in caplog.text

@@ -18,8 +18,6 @@ from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, SampleResult
 pytestmark = needs_pairs
 
 PROMPT, SAMPLES, TOKENS = 33, 6, 40
-ROUNDING = 1e-5
-"""Softmax of the same logits, by the sampler and by the trainer."""
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +85,7 @@ def test_trainer_scores_samples_as_the_sampler_did(engine_with: Callable[..., An
     rows = [np.concatenate([start, sequence.tokens]).astype(np.int32) for start, sequence in pairs]
     (result,) = wait(engine.run([scored("trained", rows)]))
     for (start, sequence), logprobs in zip(pairs, result.logprobs, strict=True):
-        assert np.abs(sequence.logprobs - logprobs[len(start) - 1 :]).max() < ROUNDING
+        assert np.array_equal(sequence.logprobs, logprobs[len(start) - 1 :])
     wait(engine.detach("version"))
 
 

@@ -44,7 +44,9 @@ def compile_part(part: str, kind: str) -> None:
     if part == "attention":
         packed.forward_function(kind)
         packed.backward_function(kind)
-        functions = [logits.logits_function, logits.backward_function] if kind == "pairs" else []
+        functions = []
+        if kind == "pairs":
+            functions = [logits.narrow_function, logits.logits_function, logits.backward_function]
     else:
         functions = [projections.forward_function, projections.backward_function, projections.gradient_function]
         projections.compile_layouts()

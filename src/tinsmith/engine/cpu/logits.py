@@ -38,8 +38,10 @@ SPAN = np.dtype(
         ("start", "i8"),
         ("stop", "i8"),
         ("rank", "i8"),  # 0: without an adapter
-        ("narrow", "i8"),  # address of float32 [stop - start, rank]: s A x
+        ("scale", "f8"),
+        ("a", "i8"),  # address of float32 [rank, width]
         ("b", "i8"),  # address of float32 [words, rank]
+        ("narrow", "i8"),  # address of float32 [stop - start, rank]: s A x
     ]
 )
 """Rows with one adapter."""
@@ -115,6 +117,38 @@ def logits_function() -> Any:
             start = atomic_next(argument) * PART_PANELS
 
     return multiply
+
+
+@cache
+def narrow_function() -> Any:
+    """A C function of a pointer to a PRODUCT, which lives as long as this object: fills narrow of the spans. The numbers
+    of a row do not depend on how many rows there are."""
+
+    @c_function
+    def fill_narrow(argument):
+        product = carray(argument, 1, PRODUCT)[0]
+        width, hidden = product.width, pointer(product.hidden)
+        spans = carray(void_pointer(product.span_table), product.spans, SPAN)
+        factors, inputs = np.zeros(width * PAIR_COLUMNS, np.float32), np.empty(PAIR_ROWS * width, np.float32)
+        outputs = np.empty(PAIR_ROWS * PAIR_COLUMNS, np.float32)
+        part = atomic_next(argument)
+        while part < product.spans:
+            span = spans[part]
+            narrow, rank = pointer(np.float64(span.narrow)), span.rank
+            for first in range(0, rank, PAIR_COLUMNS):
+                columns = min(PAIR_COLUMNS, rank - first)
+                transpose(data_of(factors), pointer(np.float64(span.a)), first * width, columns, width)
+                for row in range(span.start, span.stop, PAIR_ROWS):
+                    rows = min(PAIR_ROWS, span.stop - row)
+                    copy_row(data_of(inputs), 0, hidden, row * width, np.float32(1), rows * width)
+                    product_tile(data_of(outputs), 0, PAIR_COLUMNS, data_of(inputs), 0, width, 1, data_of(factors), 0,
+                                 PAIR_COLUMNS, width, PAIR_ROWS, False)  # fmt: skip
+                    for r in range(rows):
+                        copy_row(narrow, (row - span.start + r) * rank + first, data_of(outputs), r * PAIR_COLUMNS,
+                                 np.float32(span.scale), columns)  # fmt: skip
+            part = atomic_next(argument)
+
+    return fill_narrow
 
 
 BACKWARD = np.dtype(

@@ -95,7 +95,7 @@ class LMHead:
     def logits_under(self, hidden: Tensor, placed: Sequence[PlacedAdapter]) -> Tensor:
         """[R, D] -> float32 [R, V], under the adapters of spans of rows."""
         additions = [
-            Addition(start, stop, hidden[start:stop].float() @ pair.a.T, pair.b, weights.scale)
+            Addition(start, stop, pair.a, pair.b, weights.scale)
             for weights, start, stop in placed
             if (pair := weights.pairs.get(HEAD)) is not None
         ]
@@ -123,7 +123,7 @@ class LMHead:
             picked = logits[block.rows, block.ids]
             rule_grad = self._rule.gradient(logits, hidden.dtype) if block.has_grad else None
             softmax = self._softmax(logits, entropies=entropies, probs=hidden.dtype if block.has_grad else None)
-            logprobs[block.numbers] = picked - softmax.log_sums[block.rows]
+            logprobs[block.numbers] = softmax.logprobs(block.rows, block.ids, picked)
             if entropy is not None and softmax.entropies is not None:
                 entropy[block.positions] = softmax.entropies
             if softmax.probs is not None:

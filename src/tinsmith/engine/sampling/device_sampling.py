@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.base import TopK
-from tinsmith.engine.lora.head.softmax import log_softmax
+from tinsmith.engine.lora.head.softmax import log_softmax, logprobs_of
 from tinsmith.engine.model.precision import cumulative_sum
 from tinsmith.engine.sampling.token_sampling import PARTIAL_SORT, SampledTokens, SamplingRule, divisor, invert_cdf
 
@@ -63,7 +63,7 @@ def draw_tokens(logits: Tensor, columns: Tensor, goals: Tensor, rows: Tensor, ki
         chosen, _ = invert_cdf(_masked(probs, top_k, top_p), goals, rows)
         tokens = torch.where(restricted[rows] > 0, chosen, tokens)
     tokens = torch.where(greedy[rows] > 0, best[rows], tokens)
-    logprobs = (probs[rows, tokens].double().log() - totals.log()).float()
+    logprobs = logprobs_of(probs[rows, tokens], totals)
     if scores is None:
         return torch.stack([tokens.double(), logprobs.double()], dim=1)
     # The drawn token has the very number that the list of likeliest tokens gives it.

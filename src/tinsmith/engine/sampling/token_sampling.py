@@ -21,15 +21,13 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.base import TopK
-from tinsmith.engine.lora.head.softmax import log_softmax
+from tinsmith.engine.lora.head.softmax import SUM_BLOCK, block_sums, log_softmax, logprobs_of
 from tinsmith.engine.model.precision import cumulative_sum
 
 PARTIAL_SORT = 4096
 """Largest probabilities of a row that are sorted before all are."""
 MASKED_ROWS = 16
 """Rows that top_k or top_p are applied to at once: sorting a whole row takes 40 bytes for each of its tokens."""
-BLOCK = 256
-"""Tokens in a block of the cumulative sum."""
 MIN_TEMPERATURE = 1e-30
 
 
@@ -96,7 +94,7 @@ def sample_tokens(
     if best is not None:
         draws, places = _draws_from(greedy, rows)
         tokens[draws] = best[places]
-    logprobs = (probs[row_index, tokens].double().log() - totals.log()).float()
+    logprobs = logprobs_of(probs[row_index, tokens], totals)
     if with_top:  # the drawn token has the very number that the list of likeliest tokens gives it
         draws, places = _draws_from(with_top, rows)
         logprobs[draws] = scores[places, tokens[draws]]
@@ -180,17 +178,16 @@ def invert_cdf(probs: Tensor, goals: Tensor, rows: Tensor) -> tuple[Tensor, Tens
     Blocks are summed first, so that rounding errors are those of a few hundred numbers and only one block is summed
     token by token.
     """
-    padding = -probs.shape[1] % BLOCK
-    padded = torch.nn.functional.pad(probs, (0, padding)) if padding else probs
-    blocks = padded.unflatten(1, (-1, BLOCK))
-    in_block = blocks.sum(dim=2).double()
+    in_block = block_sums(probs)
     sums = cumulative_sum(in_block)[rows]
     target = (goals * sums[:, -1])[:, None]
     block = _next_positive(in_block[rows], torch.searchsorted(sums, target, right=True))
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inside = blocks[rows, block[:, 0]].double()
+    last = probs.shape[1] - 1
+    ids = block * SUM_BLOCK + torch.arange(SUM_BLOCK, device=probs.device)
+    inside = torch.where(ids <= last, probs[rows[:, None], ids.clamp(max=last)], 0.0).double()
     place = _next_positive(inside, torch.searchsorted(cumulative_sum(inside), target - before, right=True))
-    return (block * BLOCK + place)[:, 0].clamp(max=probs.shape[1] - 1), sums[:, -1]
+    return (block * SUM_BLOCK + place)[:, 0].clamp(max=last), sums[:, -1]
 
 
 def _next_positive(terms: Tensor, place: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.cpu.instructions import has_pair_products
-from tinsmith.engine.lora.head.products import CompiledProducts, Float32Products, HeadProducts, MixedProducts
+from tinsmith.engine.lora.head.products import Addition, CompiledProducts, Float32Products, HeadProducts, MixedProducts
 from tinsmith.engine.lora.head.softmax import SoftmaxOfRows, softmax_of_rows
 from tinsmith.engine.triton_support import runs_triton
 
@@ -33,8 +33,10 @@ def check_products() -> None:
     """Raises ValueError unless compiled products are right."""
     draw = torch.Generator().manual_seed(0)
     weight, hidden = (torch.randn(shape, generator=draw).bfloat16() for shape in ((45, 38), (13, 38)))
-    actual = CompiledProducts(weight, None)(hidden)
-    if not torch.allclose(actual.double(), hidden.double() @ weight.double().T, rtol=1e-5, atol=1e-4):
+    addition = Addition(2, 12, torch.randn(3, 38, generator=draw), torch.randn(45, 3, generator=draw), 0.5)
+    actual, wanted = CompiledProducts(weight, None)(hidden, [addition]), hidden.double() @ weight.double().T
+    wanted[2:12] += 0.5 * hidden[2:12].double() @ addition.a.double().T @ addition.b.double().T
+    if not torch.allclose(actual.double(), wanted, rtol=1e-5, atol=1e-4):
         raise ValueError("products differ from PyTorch's")
 
 

@@ -21,19 +21,20 @@ from tinsmith.engine.model import precision
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """What an adapter adds to the products of the rows from start to stop: scale narrow B^T."""
+    """What an adapter adds to the products of the rows from start to stop: scale B A x."""
 
     start: int
     stop: int
-    narrow: Tensor
-    """float32 [stop - start, rank]: A x."""
+    a: Tensor
+    """float32 [rank, D]."""
     b: Tensor
     """float32 [V, rank]."""
     scale: float
 
-    def add_to(self, products: Tensor) -> None:
-        """products [R, V]."""
-        products[self.start : self.stop].addmm_(self.narrow, self.b.T, alpha=self.scale)
+    def add_to(self, products: Tensor, hidden: Tensor) -> None:
+        """products [R, V] of hidden states [R, D]."""
+        narrow = hidden[self.start : self.stop].float() @ self.a.T
+        products[self.start : self.stop].addmm_(narrow, self.b.T, alpha=self.scale)
 
 
 class HeadProducts(Protocol):
@@ -64,7 +65,7 @@ class Float32Products:
         with precision.bfloat16_products() if bfloat16 else nullcontext():
             products = self._frozen(hidden.float())
         for addition in additions:
-            addition.add_to(products)
+            addition.add_to(products, hidden)
         return products
 
     def backward(self, logits_grad: Tensor) -> Tensor:
@@ -84,7 +85,7 @@ class MixedProducts:
         if self._bias is not None:
             products.add_(self._bias)
         for addition in additions:
-            addition.add_to(products)
+            addition.add_to(products, hidden)
         return products
 
     def backward(self, logits_grad: Tensor) -> Tensor:
@@ -94,7 +95,7 @@ class MixedProducts:
 
 class CompiledProducts:
     """Products by `cpu.logits`, forward with weights that are laid out for it: without a float32 copy of them, in half
-    of the time."""
+    of the time. The logits of a row do not depend on how many rows there are."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """`weight` is bfloat16 [V, D], and D even."""
@@ -114,13 +115,16 @@ class CompiledProducts:
         hidden = hidden.contiguous()
         words = len(self._weight)
         products = torch.empty(len(hidden), words, device=hidden.device)
-        factors = [(each.narrow * each.scale, each.b.contiguous()) for each in additions]
-        spans = np.array(_spans(len(hidden), additions, factors), logits.SPAN)
+        factors = [_Factors.of(each, products.device) for each in additions]
+        spans = np.array(_spans(len(hidden), factors), logits.SPAN)
         call = np.zeros(1, logits.PRODUCT)
         call["rows"], call["width"], call["words"] = *hidden.shape, words
         call["hidden"], call["weights"] = hidden.data_ptr(), self._panels.data_ptr()
         call["logits"], call["spans"], call["span_table"] = products.data_ptr(), len(spans), spans.ctypes.data
         call["most_rank"] = spans["rank"].max(initial=0)
+        if factors:
+            openmp.run(logits.narrow_function(), call.ctypes.data, min(len(spans), torch.get_num_threads()))
+            call["next"] = 0
         openmp.run(logits.logits_function(), call.ctypes.data, torch.get_num_threads())
         return products if self._bias is None else products.add_(self._bias)
 
@@ -141,13 +145,27 @@ class CompiledProducts:
         return sums.sum(0).to(self._weight.dtype)
 
 
-def _spans(
-    rows: int, additions: Sequence[Addition], factors: Sequence[tuple[Tensor, Tensor]]
-) -> list[tuple[int, int, int, int, int]]:
+@dataclass(frozen=True, slots=True)
+class _Factors:
+    """An addition's matrices with the numbers of a row side by side, and room for A x."""
+
+    addition: Addition
+    a: Tensor
+    b: Tensor
+    narrow: Tensor
+
+    @classmethod
+    def of(cls, addition: Addition, device: torch.device) -> _Factors:
+        narrow = torch.empty(addition.stop - addition.start, len(addition.a), device=device)
+        return cls(addition, addition.a.contiguous(), addition.b.contiguous(), narrow)
+
+
+def _spans(rows: int, factors: Sequence[_Factors]) -> list[tuple[int | float, ...]]:
     """`logits.SPAN` of all rows."""
-    spans, end = list[tuple[int, int, int, int, int]](), 0
-    for addition, (narrow, b) in zip(additions, factors, strict=True):
-        spans += [(end, addition.start, 0, 0, 0)] * (end < addition.start)
-        spans.append((addition.start, addition.stop, b.shape[1], narrow.data_ptr(), b.data_ptr()))
-        end = addition.stop
-    return [*spans, *[(end, rows, 0, 0, 0)] * (end < rows)]
+    spans, end = list[tuple[int | float, ...]](), 0
+    for each in factors:
+        start, stop, scale = each.addition.start, each.addition.stop, each.addition.scale
+        spans += [(end, start, 0, 0, 0, 0, 0)] * (end < start)
+        spans.append((start, stop, len(each.a), scale, each.a.data_ptr(), each.b.data_ptr(), each.narrow.data_ptr()))
+        end = stop
+    return [*spans, *[(end, rows, 0, 0, 0, 0, 0)] * (end < rows)]
