@@ -202,8 +202,8 @@ def score_pairs(
     query: Any, keys: Any, start: Any, first: Any, last: Any, scores: Any, before: Any, panel: Any, rest: Any,
     width: Any, ahead: Any,
 ) -> None:  # fmt: skip
-    """`score_part` of bfloat16 numbers in pairs, while `ahead` numbers of later keys are brought nearer with each block.
-    It also writes to scores[g, before + k] for some k after the last, which mean nothing."""
+    """`score_part` of bfloat16 numbers in pairs; `ahead` numbers of later keys are brought nearer with each block. It
+    also writes to scores[g, before + k] for some k after the last, which mean nothing."""
     line, whole, queries, lines = scores.shape[1], len(query) - rest, data_of(query), data_of(scores)
     for k in range(first, last, PAIR_COLUMNS):
         for block in range(k, min(k + PAIR_COLUMNS, last), BLOCK):
@@ -218,7 +218,7 @@ def score_pairs(
 
 
 @njit(inline="always")
-def weigh_all_pairs(
+def weigh_part_in_pairs(
     output: Any, values: Any, start: Any, following: Any, probs: Any, at: Any, rest: Any, count: Any, width: Any,
     stride: Any,
 ) -> None:  # fmt: skip
@@ -230,12 +230,36 @@ def weigh_all_pairs(
 
 
 @njit(inline="always")
-def following(row: Any, place: Any) -> Any:
-    """The number of the next part with tokens; the same where there is none."""
+def to_next_part(step: Any, row: Any, place: Any, head: Any, stride: Any) -> Any:
+    """Numbers from the last value of a part to the first one of the next part with tokens; 0 where there is none."""
+    part = row[place]
     for later in range(place + 1, len(row)):
-        if row[later].length:
-            return later
-    return place
+        other = row[later]
+        if other.length:
+            apart = (other.values - part.values + step.layer * (other.value_layer - part.value_layer)) // 2
+            return apart + (head * other.capacity - head * part.capacity - part.length + 1) * stride
+    return 0
+
+
+@njit(inline="always")
+def weigh_row(
+    output: Any, step: Any, row: Any, head: Any, probs: Any, first: Any, rest: Any, width: Any, stride: Any
+) -> None:
+    """output[g] = sum of probs[g, k] times value k of all parts for k from `first` on, which is even."""
+    output[:] = 0
+    at, before = first, 0
+    for place in range(len(row)):
+        part = row[place]
+        own, start, values = max(0, at - before), head * part.capacity * stride, values_of(np.int64, step, part)
+        pairs = max(0, part.length - own) // 2
+        weigh_part_in_pairs(output, values, start + own * stride, stride, probs, at, rest, pairs, width, stride)
+        at += 2 * pairs
+        before += part.length
+        if at < before:  # the last token of this part is paired with the first one of the next
+            start += (part.length - 1) * stride
+            weigh_part_in_pairs(output, values, start, to_next_part(step, row, place, head, stride), probs, at, rest, 1,
+                                width, stride)  # fmt: skip
+            at += 2
 
 
 @cache
@@ -265,30 +289,11 @@ def _function_of_pairs(group: int, key_width: int, value_width: int, value_strid
                 score_pairs(query, keys_of(np.int64, step, part), head * part.capacity * key_width, first, part.length,
                             scores, before, panel, rest, key_width, ahead)  # fmt: skip
                 before += part.length
-            at, before = unseen - unseen % 2, 0
+            first = unseen - unseen % 2
             for g in range(group):
-                fill(data_of(scores), g * step.line + at, g * step.line + unseen, np.float32(-np.inf))
-            to_probabilities(scores, total, at, group, queries, probs)
-            output[:] = 0
-            for place in range(step.parts):
-                part = row[place]
-                own = max(0, at - before)
-                pairs, values = max(0, part.length - own) // 2, values_of(np.int64, step, part)
-                start = head * part.capacity * value_stride
-                weigh_all_pairs(output, values, start + own * value_stride, value_stride, probs, at, rest, pairs,
-                                value_width, value_stride)  # fmt: skip
-                at += 2 * pairs
-                before += part.length
-                if at < before:  # the last token of this part is paired with the first one of the next
-                    next_place = following(row, place)
-                    other = row[next_place]
-                    apart = 0
-                    if next_place > place:
-                        apart = (other.values - part.values + step.layer * (other.value_layer - part.value_layer)) // 2
-                        apart += (head * other.capacity - head * part.capacity - part.length + 1) * value_stride
-                    weigh_all_pairs(output, values, start + (part.length - 1) * value_stride, apart, probs, at, rest, 1,
-                                    value_width, value_stride)  # fmt: skip
-                    at += 2
+                fill(data_of(scores), g * step.line + first, g * step.line + unseen, np.float32(-np.inf))
+            to_probabilities(scores, total, first, group, queries, probs)
+            weigh_row(output, step, row, head, probs, first, rest, value_width, value_stride)
             copy_row(outputs, source * group * value_width, data_of(output), 0, np.float32(1), group * value_width)
             source = atomic_next(argument)
 

@@ -121,8 +121,8 @@ def logits_function() -> Any:
 
 @cache
 def narrow_function() -> Any:
-    """A C function of a pointer to a PRODUCT, which lives as long as this object: fills narrow of the spans. The numbers
-    of a row do not depend on how many rows there are."""
+    """A C function of a pointer to a PRODUCT, which lives as long as this object: fills narrow of the spans. What a row
+    gets does not depend on how many rows there are."""
 
     @c_function
     def fill_narrow(argument):

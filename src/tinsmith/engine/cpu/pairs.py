@@ -58,7 +58,7 @@ def lay_rows(
 def lay_in_order(
     target: Any, place: Any, line: Any, numbers: Any, start: Any, stride: Any, rows: Any, columns: Any
 ) -> None:
-    """`lay_rows` with the second row of each pair before the first one. `pair_tile` adds the products of a pair's second
+    """`lay_rows` with the second row of each pair before the first one: `pair_tile` adds the product of a pair's second
     number first, so that products are added in the order of the rows."""
     _lay_rows(target, np.int64(place), line, numbers, np.int64(start), np.int64(stride), np.int64(rows), columns,
               np.int64(1))  # fmt: skip
