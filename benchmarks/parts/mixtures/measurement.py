@@ -25,6 +25,7 @@ from benchmarks.engine_driver import EngineDriver
 from benchmarks.parts.sampling import against_generate
 from benchmarks.workloads import grpo, questions
 from tinsmith.engine.base import Datum, LoraSpec, Pass, SampleResult
+from tinsmith.engine.lora import compiled_adapters
 from tinsmith.engine.lora.adapter import AdapterLayout, adapter_weights
 from tinsmith.engine.lora.experts import install as experts
 from tinsmith.engine.lora.targets import expert_target
@@ -176,6 +177,8 @@ def _product_lines(
     module = next(module for module in model.modules() if is_expert_stack(module))
     active: Any = SimpleNamespace(placed=())
     stack = next(iter(experts.install(model, active)))
+    if compiled_adapters.work_on(torch.device("cpu"), dtype):
+        stack.lay_out()  # as `autotune.reorder_weights` does
     k, hidden, width = config.num_experts_per_tok, config.hidden_size, config.moe_intermediate_size
     inputs = torch.randn(ROWS, hidden, generator=draw).to(dtype)
     chosen = torch.stack([torch.randperm(config.num_experts, generator=draw)[:k] for _ in range(ROWS)])

@@ -17,6 +17,7 @@ from tinsmith.engine import model_facts
 from tinsmith.engine.base import LoraSpec, ModelCard
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.lora import adapter, compiled_adapters, linear, matmul
+from tinsmith.engine.lora.experts.stack import stack_of
 from tinsmith.engine.memory_plan import (
     GB,
     MAX_PASS_TOKENS,
@@ -32,6 +33,7 @@ from tinsmith.engine.memory_plan import (
 from tinsmith.engine.model import flex_attention, loading, packing, self_check
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.memory import free_bytes
+from tinsmith.engine.model.support import is_expert_stack
 from tinsmith.engine_options import CPU_CACHE_TOKENS, CacheTokens, PassTokens
 from tinsmith.errors import ConfigError
 
@@ -75,12 +77,16 @@ def reorder_weights(base: BaseModel, free: int) -> None:
         matrices = [matrix for matrix in matrices if matrix.shape.numel() >= matmul.LARGE_FLOAT32]
     # Reordering makes two matrices of one; float16 takes half of a float32 matrix.
     bytes_of_a_weight = (base.dtype.itemsize if reordered else 0) + (torch.float16.itemsize if wide else 0)
-    if bytes_of_a_weight * sum(matrix.shape.numel() for matrix in matrices) * REORDER_MEMORY_SHARE > free:
+    panels = compiled_adapters.work_on(base.device, base.dtype)
+    stacks = [stack_of(module) for module in base.model.modules() if panels and is_expert_stack(module)]
+    weights = sum(matrix.shape.numel() for matrix in matrices) + sum(stack.weights for stack in stacks)
+    if bytes_of_a_weight * weights * REORDER_MEMORY_SHARE > free:
         return
     matmul.pack_float16(matrices)
-    panels = compiled_adapters.work_on(base.device, base.dtype)
     for matrix in matrices if reordered else ():
         matrix.reorder(panels=panels)
+    for stack in stacks:
+        stack.lay_out()
 
 
 def compile_attention(base: BaseModel) -> BaseModel:

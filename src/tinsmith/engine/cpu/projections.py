@@ -35,7 +35,9 @@ CALL = np.dtype(
     [
         ("next", "i8"),  # part to compute next, which the threads count up from 0
         ("rows", "i8"),
-        ("block", "i8"),  # rows of a block
+        ("block", "i8"),  # rows of a block, at most
+        ("blocks", "i8"),
+        ("block_table", "i8"),  # address of BLOCK_OF_ROWS [blocks]; 0: blocks follow each other, of the first matrix
         ("panels", "i8"),  # that a thread computes at a time
         ("width", "i8"),  # of the input, a multiple of PAIR_COLUMNS
         ("inputs", "i8"),  # address of bfloat16 [rows, width], or of their gradients
@@ -49,10 +51,12 @@ CALL = np.dtype(
     ]
 )
 """What the functions get a pointer to."""
+BLOCK_OF_ROWS = np.dtype([("start", "i8"), ("stop", "i8"), ("matrix", "i8")])
+"""Rows, and the number of the matrix that they are multiplied with, where a projection has one for each expert."""
 SITE = np.dtype(
     [
         ("columns", "i8"),  # of the output, a multiple of PAIR_COLUMNS
-        ("weights", "i8"),  # address of bfloat16 panels of W^T, for gradients of the inputs of W; or 0
+        ("weights", "i8"),  # address of bfloat16 panels of each W^T, for gradients of the inputs of W; or 0
         ("bias", "i8"),  # address of bfloat16 [columns], or 0
         ("outputs", "i8"),  # address of bfloat16 [rows, columns], or of the gradients of these
         ("output_line", "i8"),
@@ -108,6 +112,15 @@ def most_columns(sites: Any) -> Any:
     for site in sites:
         most = max(most, site.columns)
     return most
+
+
+@njit(inline="always")
+def rows_of(call: Any, number: Any) -> Any:
+    """The first row of a block, the one after its last, and the number of their matrix."""
+    if call.block_table:
+        block = carray(void_pointer(call.block_table), call.blocks, BLOCK_OF_ROWS)[number]
+        return block.start, block.stop, block.matrix
+    return number * call.block, min((number + 1) * call.block, call.rows), np.int64(0)
 
 
 @njit(error_model="numpy")
@@ -166,7 +179,7 @@ def fill_narrow(call, sites, adapter, panels, narrow, stride, first, low, high, 
 
 
 @njit(error_model="numpy")
-def start_sums(call, site, sums, column, first, rows):  # type: ignore[no-untyped-def]
+def start_sums(call, site, sums, column, first, rows, matrix):  # type: ignore[no-untyped-def]
     """W x + bias in a panel's columns; the outputs that are there without weights."""
     if not site.weights:
         widen_rows(sums, pointer(site.outputs), first * site.output_line + column, site.output_line, rows)
@@ -174,8 +187,8 @@ def start_sums(call, site, sums, column, first, rows):  # type: ignore[no-untype
     if site.bias:
         widen_rows(sums, pointer(site.bias), column, np.int64(0), rows)
     multiply_pairs(sums, 0, PAIR_COLUMNS, pointer(call.inputs), first * call.input_line, call.input_line, 2,
-                   pointer(site.weights), column * call.width, PANEL_LINE, call.width, np.float32(1), rows,
-                   site.bias != 0)  # fmt: skip
+                   pointer(site.weights), (matrix * site.columns + column) * call.width, PANEL_LINE, call.width,
+                   np.float32(1), rows, site.bias != 0)  # fmt: skip
 
 
 @cache
@@ -195,9 +208,8 @@ def forward_function() -> Any:
         panels = total_columns(sites) // PAIR_COLUMNS
         groups, prepared = (panels + call.panels - 1) // call.panels, -1
         part = atomic_next(argument)
-        while part < groups * ((call.rows + call.block - 1) // call.block):
-            first, group = part // groups * call.block, part % groups
-            last = min(first + call.block, call.rows)
+        while part < groups * call.blocks:
+            (first, last, matrix), group = rows_of(call, part // groups), part % groups
             own, end = within(adapters, first, last)
             if prepared != first:
                 prepared = first
@@ -211,7 +223,7 @@ def forward_function() -> Any:
                     column -= sites[number].columns
                     number += 1
                 site = sites[number]
-                start_sums(call, site, data_of(sums), column, first, last - first)
+                start_sums(call, site, data_of(sums), column, first, last - first, matrix)
                 for at in range(own, end):
                     adapter = adapters[at]
                     pair = pairs_of(adapter, sites)[number]
@@ -257,7 +269,7 @@ def fill_narrow_grads(sites, adapter, panel, narrow_grads, stride, first, low, h
 
 
 @njit(error_model="numpy")
-def start_grads(call, sites, sums, column, first, rows):  # type: ignore[no-untyped-def]
+def start_grads(call, sites, sums, column, first, rows, matrix):  # type: ignore[no-untyped-def]
     """W^T output grad of all sites in a panel's columns, with the gradients that are there."""
     added = call.adds
     if added:
@@ -266,8 +278,8 @@ def start_grads(call, sites, sums, column, first, rows):  # type: ignore[no-unty
         if not site.weights:
             continue
         multiply_pairs(sums, 0, PAIR_COLUMNS, pointer(site.outputs), first * site.output_line, site.output_line, 2,
-                       pointer(site.weights), column * site.columns, PANEL_LINE, site.columns, np.float32(1), rows,
-                       added)  # fmt: skip
+                       pointer(site.weights), (matrix * call.width + column) * site.columns, PANEL_LINE, site.columns,
+                       np.float32(1), rows, added)  # fmt: skip
         added = 1
 
 
@@ -289,9 +301,8 @@ def backward_function() -> Any:
         panels = call.width // PAIR_COLUMNS
         groups, prepared = (panels + call.panels - 1) // call.panels, -1
         part = atomic_next(argument)
-        while part < groups * ((call.rows + call.block - 1) // call.block):
-            first, group = part // groups * call.block, part % groups
-            last = min(first + call.block, call.rows)
+        while part < groups * call.blocks:
+            (first, last, matrix), group = rows_of(call, part // groups), part % groups
             own, end = within(adapters, first, last)
             if prepared != first:
                 prepared = first
@@ -301,7 +312,7 @@ def backward_function() -> Any:
                                       max(first, adapter.start), min(last, adapter.stop), group == 0)  # fmt: skip
             for panel in range(group * call.panels, min((group + 1) * call.panels, panels)):
                 column = panel * PAIR_COLUMNS
-                start_grads(call, sites, data_of(sums), column, first, last - first)
+                start_grads(call, sites, data_of(sums), column, first, last - first, matrix)
                 for at in range(own, end):
                     adapter = adapters[at]
                     pairs, rank, slot = pairs_of(adapter, sites), adapter.rank, in_blocks(adapter.rank)

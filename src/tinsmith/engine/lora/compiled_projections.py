@@ -30,7 +30,7 @@ THREAD_WORK = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """A frozen matrix W [out, in] and its bias, as compiled functions read them."""
+    """A frozen matrix W [out, in] and its bias, or a matrix for each expert, as compiled functions read them."""
 
     shape: tuple[int, int]
     """(out, in)."""
@@ -43,15 +43,21 @@ class Panels:
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, *, backward: bool = True) -> Panels:
         """Lay out a bfloat16 matrix, whose sizes are multiples of MULTIPLE_WIDTH."""
+        return cls.of_experts(weight[None], bias, backward=backward)
+
+    @classmethod
+    def of_experts(cls, weights: Tensor, bias: Tensor | None = None, *, backward: bool = True) -> Panels:
+        """Lay out the matrices [E, out, in] of experts."""
         from tinsmith.engine.cpu import projections
 
-        weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        out, width = weight.shape
-        forward = torch.empty(out * width, dtype=weight.dtype, device=weight.device)
+        count, out, width = weights.shape
+        forward = torch.empty(count, out * width, dtype=weights.dtype, device=weights.device)
         transposed = torch.empty_like(forward) if backward else None
-        projections.lay_weights(forward.data_ptr(), weight.data_ptr(), weight.stride(0), width, out)
-        if transposed is not None:
-            projections.lay_transposed(transposed.data_ptr(), weight.data_ptr(), weight.stride(0), out, width)
+        for number, weight in enumerate(weights):
+            own = weight if weight.stride(1) == 1 else weight.contiguous()
+            projections.lay_weights(forward[number].data_ptr(), own.data_ptr(), own.stride(0), width, out)
+            if transposed is not None:
+                projections.lay_transposed(transposed[number].data_ptr(), own.data_ptr(), own.stride(0), out, width)
         return cls((out, width), forward, transposed, None if bias is None else bias.contiguous())
 
 
@@ -93,6 +99,29 @@ class AdapterTables:
 
 
 @dataclass(frozen=True, slots=True)
+class RowBlocks:
+    """Blocks of rows, each of which is multiplied with one of several matrices."""
+
+    table: Any
+    """`cpu.projections.BLOCK_OF_ROWS` [count] in memory."""
+    count: int
+    most: int
+    """Rows of the largest."""
+
+    @classmethod
+    def of(cls, runs: Iterable[tuple[int, int, int]], depth: int) -> RowBlocks:
+        """Runs of rows as (matrix, start, stop), for products of this depth."""
+        values, most = list[int](), 1
+        for matrix, start, stop in runs:
+            size = _block(stop - start, depth)
+            for first in range(start, stop, size):
+                last = min(first + size, stop)
+                values += first, last, matrix
+                most = max(most, last - first)
+        return cls(integers(values), len(values) // 3, most)
+
+
+@dataclass(frozen=True, slots=True)
 class ProjectionCall:
     """Tensors of a call: bfloat16, the numbers of a row side by side."""
 
@@ -103,6 +132,8 @@ class ProjectionCall:
     panels: Sequence[Panels] | None
     """The frozen matrices; None where only adapters are computed."""
     tables: AdapterTables | None
+    blocks: RowBlocks | None = None
+    """The rows of each matrix, where panels have several; only without `tables`."""
 
     def fill_outputs(self, narrow: Tensor | None = None) -> None:
         """Fill the outputs, or add to them without `panels`; and fill narrow."""
@@ -147,7 +178,7 @@ class ProjectionCall:
         if weights is None:  # each block lays out all of an adapter again
             block = _even_block(rows, threads)
         else:
-            block = _block(rows, depth)
+            block = _block(rows, depth) if self.blocks is None else self.blocks.most
             groups = -(-2 * threads * block // rows) if threads > 1 else 1
         panels = max(1, -(-columns // (MULTIPLE_WIDTH * groups)))
         call = self._call(self._sites(weights), block, panels, adapters, adds=adds)
@@ -172,11 +203,14 @@ class ProjectionCall:
         inputs, tables = self.inputs, self.tables
         rows, width = inputs.shape
         count, rank, table = (0, 0, 0) if tables is None else (len(tables.adapters), tables.rank, addressof(adapters))
+        blocks, block_table = -(-rows // block), 0
+        if self.blocks is not None:
+            blocks, block_table = self.blocks.count, addressof(self.blocks.table)
         call = integers(
-            (0, rows, block, panels, width, inputs.data_ptr(), inputs.stride(0), adds, len(self.wide), addressof(sites),
-             count, table, rank)
+            (0, rows, block, blocks, block_table, panels, width, inputs.data_ptr(), inputs.stride(0), adds,
+             len(self.wide), addressof(sites), count, table, rank)
         )  # fmt: skip
-        call.tables = sites, adapters
+        call.tables = sites, adapters, self.blocks
         return call
 
 

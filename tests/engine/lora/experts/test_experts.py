@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.cpu.processor import needs_pairs
 from tests.engine.lora.experts.stacks import HIDDEN, adapter_of, routing_of, stack_of, using
 from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
 from tinsmith.engine.lora.experts import loops, pairs
 from tinsmith.engine.lora.experts.install import expert_outputs
 from tinsmith.engine.lora.experts.pairs import padded_count, sort_pairs
 from tinsmith.engine.lora.experts.stack import ExpertStack
+from tinsmith.engine.lora.targets import expert_target
 from tinsmith.engine.model.support import is_expert_stack
 
 
@@ -142,6 +144,43 @@ def test_padded_pairs_change_nothing(
     assert [block > 0 for block in blocks] == [False, len(spans) == 1]
     for plain, padded in zip(*results, strict=True):
         torch.testing.assert_close(padded, plain, rtol=1e-12, atol=1e-12)
+
+
+@needs_pairs
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "spans"), [(40, 7, [(0, 13), (15, 40)]), (700, 3, [(0, 700)])])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "nemotron_h"])
+def test_laid_out_experts_compute_what_their_matrices_do(
+    kind: str, tokens: int, experts: int, spans: list[tuple[int, int]], separate: bool
+) -> None:
+    """One of the experts has no pair."""
+    index, weights = routing_of(tokens, experts, 2, 1)
+    hidden = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(5)).bfloat16()
+    results, sites = [], []
+    for laid_out in (False, True):
+        stack = stack_of(kind, experts, torch.bfloat16, hidden=64, width=32)
+        if laid_out:
+            stack.lay_out()
+            assert stack.panels is not None
+            assert stack.down_weights.isnan().all()  # nothing reads them
+        adapters = [
+            adapter_of(stack, 4 + number, number, torch.bfloat16, separate=separate) for number in range(len(spans))
+        ]
+        placed = [(adapter, *span) for adapter, span in zip(adapters, spans, strict=True)]
+        results.append(_run(stack, hidden, index, weights.bfloat16(), placed))
+        sites.append([site.shapes(4) for site in expert_target(stack.name, stack.module).sites])
+    assert sites[0] == sites[1]
+    for plain, compiled in zip(*results, strict=True):
+        assert (compiled.float() - plain.float()).norm() < 1e-2 * plain.float().norm()
+
+
+@needs_pairs
+@pytest.mark.parametrize(("kind", "width"), [("gpt_oss", 32), ("qwen3_moe", 10)])
+def test_experts_with_biases_or_other_widths_are_not_laid_out(kind: str, width: int) -> None:
+    stack = stack_of(kind, 3, torch.bfloat16, hidden=64, width=width)
+    stack.lay_out()
+    assert stack.panels is None
+    assert stack.down_weights.isfinite().all()
 
 
 def test_few_numbers_of_rows_are_multiplied() -> None:

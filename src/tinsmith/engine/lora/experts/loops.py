@@ -1,6 +1,7 @@
 """The experts of a mixture one by one, with their adapters, forward and backward written by hand.
 
-The frozen products are one for each expert over the tokens of all tenants, or one batched product (`pairs`). The terms
+The frozen products are one for each expert over the tokens of all tenants, or one batched product (`pairs`), or one
+call of a compiled function (`panels`). The terms
 of a token's output are added in float32 in the order of the experts' numbers.
 
 The backward adds the adapters' gradients to their gradient buffers, and returns the gradients of the inputs and of the
@@ -19,6 +20,7 @@ from typing_extensions import override
 
 from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
 from tinsmith.engine.lora.experts.pairs import Activations, AdapterPairs, ExpertPairs, blocks_of, sort_pairs
+from tinsmith.engine.lora.experts.panels import products, products_back
 from tinsmith.engine.lora.experts.separate import add_gradients, add_products, is_separate
 from tinsmith.engine.lora.experts.stack import ExpertStack
 
@@ -40,7 +42,7 @@ def _sorted(hidden: Tensor, index: Tensor, stack: ExpertStack, placed: Sequence[
 
 def _forward(hidden: Tensor, weights: Tensor, pairs: ExpertPairs, stack: ExpertStack) -> Activations:
     rows = hidden.index_select(0, pairs.tokens)
-    wide = _products(rows, stack.up_weights, pairs, stack.up_bias)
+    wide = _up_products(rows, pairs, stack)
     narrow = [
         add_products(rows, stack.up_views(wide), stack.up_names, adapter)
         if is_separate(adapter.weights, stack.down_name)
@@ -50,13 +52,13 @@ def _forward(hidden: Tensor, weights: Tensor, pairs: ExpertPairs, stack: ExpertS
     flat, weighted = pairs.sorted(weights), []
     # h times its weight before the product, which it is smaller than: the products of a token are then only added up.
     scaled = (stack.activate(wide) * flat[:, None]).to(hidden.dtype)
-    products = _products(scaled, stack.down_weights, pairs, stack.down_bias, flat)
+    outputs_of_pairs = _down_products(scaled, flat, pairs, stack)
     separate = {
-        number: add_products(scaled, [products], [stack.down_name], adapter)
+        number: add_products(scaled, [outputs_of_pairs], [stack.down_name], adapter)
         for number, adapter in enumerate(pairs.adapters)
         if is_separate(adapter.weights, stack.down_name)
     }
-    output = pairs.sum_of_tokens(products)
+    output = pairs.sum_of_tokens(outputs_of_pairs)
     for number, adapter in enumerate(pairs.adapters):
         if number in separate:
             weighted.append(separate[number])
@@ -87,6 +89,34 @@ def _up_blocks(adapter: AdapterPairs, stack: ExpertStack) -> Tensor:
     for number, (name, view) in enumerate(zip(names, stack.up_views(blocks), strict=True)):
         view[:, number * rank : (number + 1) * rank] = pairs[name].b.index_select(0, adapter.run_experts).mT
     return blocks
+
+
+def _up_products(rows: Tensor, pairs: ExpertPairs, stack: ExpertStack) -> Tensor:
+    """The products before the gate of rows [P, in]."""
+    if stack.panels is not None:
+        return products(rows, stack.panels.up, pairs.experts)
+    return _products(rows, stack.up_weights, pairs, stack.up_bias)
+
+
+def _down_products(rows: Tensor, weights: Tensor, pairs: ExpertPairs, stack: ExpertStack) -> Tensor:
+    """The products after the gate of rows [P, width], which are times the pairs' weights [P]."""
+    if stack.panels is not None:
+        return products(rows, stack.panels.down, pairs.experts)
+    return _products(rows, stack.down_weights, pairs, stack.down_bias, weights)
+
+
+def _down_products_back(grads: Tensor, pairs: ExpertPairs, stack: ExpertStack) -> Tensor:
+    """Gradients of the rows of the products after the gate."""
+    if stack.panels is not None:
+        return products_back(grads, stack.panels.down, pairs.experts)
+    return _products(grads, stack.down_weights.mT, pairs)
+
+
+def _up_products_back(grads: Tensor, pairs: ExpertPairs, stack: ExpertStack) -> Tensor:
+    """Gradients of the rows of the products before the gate."""
+    if stack.panels is not None:
+        return products_back(grads, stack.panels.up, pairs.experts)
+    return _products(grads, stack.up_weights.mT, pairs)
 
 
 def _products(
@@ -145,7 +175,7 @@ class _ExpertOutputs(torch.autograd.Function):
             live = stack.activate(leaf)
         activated = live.detach()
         gathered = grad.index_select(0, pairs.tokens)
-        plain = _products(gathered, stack.down_weights.mT, pairs)  # without the pair's weight
+        plain = _down_products_back(gathered, pairs, stack)  # without the pair's weight
         names, is_apart = [stack.down_name], [is_separate(each.weights, stack.down_name) for each in pairs.adapters]
         for adapter, mixed, apart in zip(pairs.adapters, weighted, is_apart, strict=True):
             if apart:
@@ -156,7 +186,7 @@ class _ExpertOutputs(torch.autograd.Function):
         if stack.down_bias is not None:
             weight_grad += (gathered * stack.down_bias[pairs.sorted_experts]).sum(-1, dtype=weight_grad.dtype)
         (wide_grad,) = torch.autograd.grad(live, leaf, (plain * flat[:, None]).to(plain.dtype))
-        terms = _products(wide_grad, stack.up_weights.mT, pairs)
+        terms = _up_products_back(wide_grad, pairs, stack)
         for adapter, piece, apart in zip(pairs.adapters, narrow, is_apart, strict=True):
             if apart:
                 rows = hidden.index_select(0, pairs.tokens)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from tinsmith.engine.lora.adapter import PlacedAdapter
+from tinsmith.engine.lora.experts.panels import ExpertPanels
 
 
 class Placement(Protocol):
@@ -32,6 +34,24 @@ class ExpertStack:
         self.count = len(up)
         self.hidden, wide = (up.shape[1:] if self.transposed else reversed(up.shape[1:])) if up.ndim == 3 else (0, 0)
         self.width = wide // 2 if self.gated else wide
+        self.panels: ExpertPanels | None = None
+        """The matrices as compiled functions read them, in place of the module's own."""
+
+    def lay_out(self) -> None:
+        """Lay the matrices out for compiled functions, if these multiply experts of such widths without biases."""
+        if self.biased or self._up.ndim != 3:
+            return
+        self.panels = ExpertPanels.of(self.up_weights, self.down_weights)
+        if self.panels is not None:
+            for parameter in (self._up, self.module.down_proj):  # keep their shapes alone
+                parameter.data = torch.full((1,), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(
+                    parameter.shape
+                )
+
+    @property
+    def weights(self) -> int:
+        """Frozen weights of all experts."""
+        return int(self._up.numel() + self.module.down_proj.numel())
 
     @property
     def up_names(self) -> tuple[str, ...]:
