@@ -20,20 +20,26 @@ pytestmark = needs_pairs
 PROMPT, SAMPLES, TOKENS = 33, 6, 40
 
 
-@pytest.fixture(scope="module")
-def engine_with(tmp_path_factory: pytest.TempPathFactory, wait: Any) -> Iterator[Callable[..., Any]]:
-    """bfloat16 engines of a tiny Llama whose widths compiled functions multiply, by their settings."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+@pytest.fixture(scope="module", params=["dense", "mixture"])
+def engine_with(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wait: Any
+) -> Iterator[Callable[..., Any]]:
+    """bfloat16 engines of a tiny model whose widths compiled functions multiply, by their settings."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    folder = tmp_path_factory.mktemp("aligned")
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=96, intermediate_size=192, num_hidden_layers=3, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=16, initializer_range=0.2, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    folder, sizes = tmp_path_factory.mktemp("aligned"), {"intermediate_size": 192}
+    kind: tuple[Any, Any] = (LlamaConfig, LlamaForCausalLM)
+    if request.param == "mixture":
+        kind = (Qwen3MoeConfig, Qwen3MoeForCausalLM)
+        sizes = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+    config = kind[0](
+        vocab_size=VOCABULARY, hidden_size=96, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
+        head_dim=16, initializer_range=0.2, bos_token_id=1, eos_token_id=2, pad_token_id=0, **sizes,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    kind[1](config).save_pretrained(folder)
     save_tokenizer(folder)
     with engines(lambda _: folder, wait) as engine:
-        yield lambda **settings: engine("aligned", dtype="bfloat16", **settings)
+        yield lambda **settings: engine(request.param, dtype="bfloat16", **settings)
 
 
 @pytest.fixture(scope="module")

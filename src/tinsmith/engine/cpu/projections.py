@@ -81,7 +81,7 @@ PAIR = np.dtype(
         ("a_line", "i8"),
         ("b", "i8"),  # address of bfloat16 [columns, rank]
         ("b_line", "i8"),
-        ("a_grads", "i8"),  # addresses of float32 of these shapes, or 0
+        ("a_grads", "i8"),  # addresses of float32 of these shapes, or 0 of what is not trained here
         ("b_grads", "i8"),
     ]
 )
@@ -346,6 +346,8 @@ def add_a_grads(call, sites, adapter, column, columns, narrow_grads, panel):  # 
     """Add to some columns of the gradients of A of all sites; narrow_grads in pairs of rows."""
     rows, rank, line = adapter.stop - adapter.start, adapter.rank, line_of(call.sites, adapter.rank)
     pairs = pairs_of(adapter, sites)
+    if not pairs[0].a_grads:
+        return
     lay_rows(panel, 0, 2 * columns, pointer(call.inputs), adapter.start * call.input_line + column, call.input_line,
              rows, columns)  # fmt: skip
     for number in range(call.sites):
@@ -360,6 +362,8 @@ def add_b_grads(call, sites, adapter, number, column, columns, narrow, panel, su
     """Add to some rows of the gradients of B of a site; narrow in pairs of rows."""
     rows, rank, line = adapter.stop - adapter.start, adapter.rank, line_of(call.sites, adapter.rank)
     site, grads = sites[number], pairs_of(adapter, sites)[number].b_grads
+    if not grads:
+        return
     lay_rows(panel, 0, 2 * columns, pointer(site.outputs), adapter.start * site.output_line + column, site.output_line,
              rows, columns)  # fmt: skip
     for own in range(0, columns, PAIR_COLUMNS):
@@ -387,7 +391,8 @@ def gradient_function() -> Any:
         for site in sites:
             parts += parts_of(site.columns)
         for adapter in carray(void_pointer(call.adapter_table), call.adapters, ADAPTER):
-            end = before + (parts if pairs_of(adapter, sites)[0].a_grads else 0)
+            pair = pairs_of(adapter, sites)[0]
+            end = before + (parts if pair.a_grads or pair.b_grads else 0)
             if part < end:
                 depth, slot = even(adapter.stop - adapter.start), in_blocks(adapter.rank)
                 line, rows = line_of(call.sites, adapter.rank), adapter.stop - adapter.start

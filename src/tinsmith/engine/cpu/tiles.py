@@ -283,20 +283,18 @@ def weigh_pairs(
                 start = builder.add(at, builder.mul(k, INT64(2 * stride.literal_value)))
                 vectors = []
                 for c in columns:
-                    halves = (
-                        bits_at(builder, values, index(builder, row, c), 16)
-                        for row in (start, builder.add(start, following))
-                    )
-                    both = shuffled(builder, *halves, [i + 16 * k for i in range(16) for k in (1, 0)])
-                    vectors.append(as_pairs(builder, both))
+                    own_value = bits_at(builder, values, index(builder, start, c), 16)
+                    next_value = bits_at(builder, values, index(builder, builder.add(start, following), c), 16)
+                    places = [i + 16 * half for i in range(16) for half in (0, 1)]
+                    vectors.append(as_pairs(builder, shuffled(builder, next_value, own_value, places)))
                 step = builder.shl(k, INT64(1))
                 weights = (pair_at(builder, probs, builder.add(row, step)) for row in own)
                 pairs = ((weight, vector) for weight in weights for vector in vectors)
                 return [add_pairs(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
-            sums = loop(builder, count, 1, [read(builder, outputs, one, 16) for one in flat], body)
-            for one, total in zip(flat, sums, strict=True):
-                write(builder, outputs, one, total)
+            sums = loop(builder, count, 1, [read(builder, outputs, at_row, 16) for at_row in flat], body)
+            for at_row, total in zip(flat, sums, strict=True):
+                write(builder, outputs, at_row, total)
         return context.get_dummy_value()
 
     whole = types.int64

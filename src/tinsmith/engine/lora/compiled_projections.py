@@ -71,6 +71,7 @@ class AdapterTables:
     """`cpu.projections.PAIR` [n, projections] in memory."""
     offsets: Sequence[int]
     """Where each adapter's part of narrow begins."""
+    projections: int
     narrow_size: int
     rank: int
     """The highest."""
@@ -78,15 +79,35 @@ class AdapterTables:
     @classmethod
     def of(cls, placed: Sequence[PlacedAdapter], names: Sequence[str]) -> AdapterTables:
         """The tables of adapters in the order of their rows, at the projections of an input."""
-        pairs = integers([number for weights, _, _ in placed for name in names for number in _pair(weights, name)])
-        first, each = addressof(pairs), sizeof(pairs) // len(placed)
-        adapters, offsets, end, highest = list[tuple[int, ...]](), list[int](), 0, 0
-        for number, (weights, start, stop) in enumerate(placed):
-            rank = weights.pairs[names[0]].a.shape[0]
+        pairs = [number for weights, _, _ in placed for name in names for number in _pair(weights, name)]
+        return cls._of([(start, stop, weights) for weights, start, stop in placed], pairs, names)
+
+    @classmethod
+    def of_experts(cls, runs: Sequence[tuple[int, int, int, AdapterWeights]], names: Sequence[str]) -> AdapterTables:
+        """The same of adapters of experts: runs of rows (start, stop, expert, adapter). Matrices that experts share
+        have no gradients here."""
+        places = {id(weights): [_ExpertPair.of(weights, name) for name in names] for *_, weights in runs}
+        pairs = [
+            number
+            for _, _, expert, weights in runs
+            for pair in places[id(weights)]
+            for number in pair.of_expert(expert)
+        ]
+        return cls._of([(start, stop, weights) for start, stop, _, weights in runs], pairs, names)
+
+    @classmethod
+    def _of(
+        cls, rows: Sequence[tuple[int, int, AdapterWeights]], numbers: Sequence[int], names: Sequence[str]
+    ) -> AdapterTables:
+        pairs, ranks = integers(numbers), [weights.pairs[names[0]].a.shape[-2] for *_, weights in rows]
+        first, each = addressof(pairs), sizeof(pairs) // len(rows)
+        lines = {rank: narrow_line(len(names), rank) for rank in set(ranks)}
+        adapters, offsets, end = list[tuple[int, ...]](), list[int](), 0
+        for number, ((start, stop, weights), rank) in enumerate(zip(rows, ranks, strict=True)):
             adapters.append((start, stop, rank, _bits(weights.scale), first + number * each))
             offsets.append(end)
-            end, highest = end + (stop - start) * narrow_line(len(names), rank), max(highest, rank)
-        return cls(adapters, pairs, offsets, end, highest)
+            end += (stop - start) * lines[rank]
+        return cls(adapters, pairs, offsets, len(names), end, max(ranks))
 
     def with_parts(self, narrow: Tensor | None = None, narrow_grads: Tensor | None = None) -> Any:
         """`cpu.projections.ADAPTER` [n] in memory, each with its part of these."""
@@ -133,7 +154,7 @@ class ProjectionCall:
     """The frozen matrices; None where only adapters are computed."""
     tables: AdapterTables | None
     blocks: RowBlocks | None = None
-    """The rows of each matrix, where panels have several; only without `tables`."""
+    """The rows of each matrix, where panels have several."""
 
     def fill_outputs(self, narrow: Tensor | None = None) -> None:
         """Fill the outputs, or add to them without `panels`; and fill narrow."""
@@ -277,3 +298,46 @@ def _pair(weights: AdapterWeights, name: str) -> tuple[int, ...]:
     if not weights.gradients:
         weights.addresses[name] = own
     return own
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertPair:
+    """Addresses of an expert site's matrices and gradients, and bytes from one expert's to the next."""
+
+    a: int
+    a_step: int
+    a_line: int
+    b: int
+    b_step: int
+    b_line: int
+    a_grads: int
+    a_grads_step: int
+    b_grads: int
+    b_grads_step: int
+
+    @classmethod
+    def of(cls, weights: AdapterWeights, name: str) -> _ExpertPair:
+        pair, gradients = weights.pairs[name], weights.gradients.get(name)
+        values = list[int]()
+        for matrix in (pair.a, pair.b):
+            values += (*_place(matrix), matrix.stride(1))
+        for matrix in () if gradients is None else (gradients.a, gradients.b):
+            values += _place(matrix) if len(matrix) > 1 else (0, 0)
+        return cls(*values, *[0] * (10 - len(values)))
+
+    def of_expert(self, expert: int) -> tuple[int, ...]:
+        """`cpu.projections.PAIR`."""
+        return (
+            self.a + expert * self.a_step,
+            self.a_line,
+            self.b + expert * self.b_step,
+            self.b_line,
+            self.a_grads + expert * self.a_grads_step,
+            self.b_grads + expert * self.b_grads_step,
+        )
+
+
+def _place(matrix: Tensor) -> tuple[int, int]:
+    """The address of the matrices [E, rows, columns] of experts, or of [1, rows, columns] that they share, and bytes
+    from one to the next."""
+    return matrix.data_ptr(), matrix.stride(0) * matrix.itemsize if len(matrix) > 1 else 0

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.engine.cpu.processor import needs_pairs
 from tests.engine.lora.experts.stacks import HIDDEN, adapter_of, routing_of, stack_of, using
 from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
-from tinsmith.engine.lora.experts import loops, pairs
+from tinsmith.engine.lora.experts import compiled, loops, pairs
 from tinsmith.engine.lora.experts.install import expert_outputs
 from tinsmith.engine.lora.experts.pairs import padded_count, sort_pairs
 from tinsmith.engine.lora.experts.stack import ExpertStack
@@ -147,11 +147,12 @@ def test_padded_pairs_change_nothing(
 
 
 @needs_pairs
+@pytest.mark.parametrize("ranks", [(4, 5), (8, 24)], ids=["adapters by products", "adapters compiled"])
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize(("tokens", "experts", "spans"), [(40, 7, [(0, 13), (15, 40)]), (700, 3, [(0, 700)])])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "nemotron_h"])
 def test_laid_out_experts_compute_what_their_matrices_do(
-    kind: str, tokens: int, experts: int, spans: list[tuple[int, int]], separate: bool
+    kind: str, tokens: int, experts: int, spans: list[tuple[int, int]], separate: bool, ranks: tuple[int, int]
 ) -> None:
     """One of the experts has no pair."""
     index, weights = routing_of(tokens, experts, 2, 1)
@@ -163,15 +164,30 @@ def test_laid_out_experts_compute_what_their_matrices_do(
             stack.lay_out()
             assert stack.panels is not None
             assert stack.down_weights.isnan().all()  # nothing reads them
-        adapters = [
-            adapter_of(stack, 4 + number, number, torch.bfloat16, separate=separate) for number in range(len(spans))
-        ]
-        placed = [(adapter, *span) for adapter, span in zip(adapters, spans, strict=True)]
+        adapters = [adapter_of(stack, rank, rank, torch.bfloat16, separate=separate) for rank in ranks]
+        placed = [(adapter, *span) for adapter, span in zip(adapters, spans, strict=False)]
+        assert compiled.serves(stack, placed) == (laid_out and ranks[0] == 8)
         results.append(_run(stack, hidden, index, weights.bfloat16(), placed))
         sites.append([site.shapes(4) for site in expert_target(stack.name, stack.module).sites])
     assert sites[0] == sites[1]
-    for plain, compiled in zip(*results, strict=True):
-        assert (compiled.float() - plain.float()).norm() < 1e-2 * plain.float().norm()
+    for plain, laid_out in zip(*results, strict=True):
+        assert (laid_out.float() - plain.float()).norm() < 1e-2 * plain.float().norm()
+
+
+@needs_pairs
+def test_laid_out_experts_give_the_same_bits_in_any_company() -> None:
+    index, weights = routing_of(90, 7, 3)
+    hidden = torch.randn(90, 64, generator=torch.Generator().manual_seed(5)).bfloat16()
+    stack = stack_of("qwen3_moe", 7, torch.bfloat16, hidden=64, width=32)
+    stack.lay_out()
+    adapter, other = (adapter_of(stack, rank, rank, torch.bfloat16) for rank in (8, 16))
+    with using(stack, [(adapter, 0, 50), (other, 50, 90)]):
+        together = expert_outputs(stack.module, hidden, index, weights.bfloat16())
+    for number in range(50):
+        own = slice(number, number + 1)
+        with using(stack, [(adapter, 0, 1)]):
+            alone = expert_outputs(stack.module, hidden[own], index[own], weights[own].bfloat16())
+        assert torch.equal(alone, together[own])
 
 
 @needs_pairs

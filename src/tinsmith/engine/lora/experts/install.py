@@ -8,8 +8,9 @@ chosen experts e of weights w_e:
 
 A1, A3 and B2, on the side of the hidden size, are one matrix for all experts; B1, B3 and A2 are one for each. Adapters
 whose experts share no matrix are computed too (`separate`). Pairs of a token and an expert are sorted by expert and,
-within an expert, by adapter. `grouped` computes them on GPUs that multiply all experts in one kernel, `loops` elsewhere
-expert by expert, or in one batched product where each has few pairs.
+within an expert, by adapter. `grouped` computes them on GPUs that multiply all experts in one kernel, `compiled` on
+CPUs that are fastest with pairs of bfloat16 numbers, `loops` elsewhere: expert by expert, or in one batched product
+where each has few pairs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from tinsmith.engine.lora.experts import grouped, loops
+from tinsmith.engine.lora.experts import compiled, grouped, loops
 from tinsmith.engine.lora.experts.stack import ExpertStack, Placement, stack_of
 from tinsmith.engine.model.support import HINT, is_expert_stack
 from tinsmith.errors import Unsupported
@@ -74,5 +75,7 @@ def expert_outputs(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) 
     """
     stack = stack_of(module)
     placed = [entry for entry in stack.active.placed if stack.down_name in entry[0].pairs]
+    if compiled.serves(stack, placed):
+        return compiled.outputs(hidden, weights, index, stack, placed)
     compute = grouped.outputs if grouped.serves(stack) else loops.outputs
     return compute(hidden, weights, index, stack, placed)

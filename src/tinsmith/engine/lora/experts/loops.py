@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
 from tinsmith.engine.lora.experts.pairs import Activations, AdapterPairs, ExpertPairs, blocks_of, sort_pairs
-from tinsmith.engine.lora.experts.panels import products, products_back
+from tinsmith.engine.lora.experts.panels import fill_products, products_back
 from tinsmith.engine.lora.experts.separate import add_gradients, add_products, is_separate
 from tinsmith.engine.lora.experts.stack import ExpertStack
 
@@ -93,30 +93,34 @@ def _up_blocks(adapter: AdapterPairs, stack: ExpertStack) -> Tensor:
 
 def _up_products(rows: Tensor, pairs: ExpertPairs, stack: ExpertStack) -> Tensor:
     """The products before the gate of rows [P, in]."""
-    if stack.panels is not None:
-        return products(rows, stack.panels.up, pairs.experts)
-    return _products(rows, stack.up_weights, pairs, stack.up_bias)
+    if stack.panels is None:
+        return _products(rows, stack.up_weights, pairs, stack.up_bias)
+    wide = rows.new_empty(len(rows), len(stack.panels.up) * stack.width)
+    fill_products(rows, stack.up_views(wide), stack.panels.up, pairs.experts)
+    return wide
 
 
 def _down_products(rows: Tensor, weights: Tensor, pairs: ExpertPairs, stack: ExpertStack) -> Tensor:
     """The products after the gate of rows [P, width], which are times the pairs' weights [P]."""
-    if stack.panels is not None:
-        return products(rows, stack.panels.down, pairs.experts)
-    return _products(rows, stack.down_weights, pairs, stack.down_bias, weights)
+    if stack.panels is None:
+        return _products(rows, stack.down_weights, pairs, stack.down_bias, weights)
+    output = rows.new_empty(len(rows), stack.hidden)
+    fill_products(rows, [output], stack.panels.down, pairs.experts)
+    return output
 
 
 def _down_products_back(grads: Tensor, pairs: ExpertPairs, stack: ExpertStack) -> Tensor:
     """Gradients of the rows of the products after the gate."""
-    if stack.panels is not None:
-        return products_back(grads, stack.panels.down, pairs.experts)
-    return _products(grads, stack.down_weights.mT, pairs)
+    if stack.panels is None:
+        return _products(grads, stack.down_weights.mT, pairs)
+    return products_back([grads], stack.panels.down, pairs.experts)
 
 
 def _up_products_back(grads: Tensor, pairs: ExpertPairs, stack: ExpertStack) -> Tensor:
     """Gradients of the rows of the products before the gate."""
-    if stack.panels is not None:
-        return products_back(grads, stack.panels.up, pairs.experts)
-    return _products(grads, stack.up_weights.mT, pairs)
+    if stack.panels is None:
+        return _products(grads, stack.up_weights.mT, pairs)
+    return products_back(stack.up_views(grads), stack.panels.up, pairs.experts)
 
 
 def _products(

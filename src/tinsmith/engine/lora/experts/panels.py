@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tinsmith.engine.lora.compiled_projections import Panels, ProjectionCall, RowBlocks, fit, rows_of
+from tinsmith.engine.lora.compiled_projections import AdapterTables, Panels, ProjectionCall, RowBlocks, fit, rows_of
 from tinsmith.engine.lora.experts.pairs import Run
 
 
@@ -15,29 +15,42 @@ from tinsmith.engine.lora.experts.pairs import Run
 class ExpertPanels:
     """The matrices before and after the gate."""
 
-    up: Panels
-    down: Panels
+    up: tuple[Panels, ...]
+    """By site: gate and up, or up alone."""
+    down: tuple[Panels]
 
     @classmethod
-    def of(cls, up_weights: Tensor, down_weights: Tensor) -> ExpertPanels | None:
-        """Of bfloat16 weights [E, in, out]; None for widths that compiled functions do not multiply."""
-        if not fit((*up_weights.shape[1:], *down_weights.shape[1:])):
+    def of(cls, up: Sequence[Tensor], down: Tensor) -> ExpertPanels | None:
+        """Of bfloat16 weights [E, in, out] by site; None for widths that compiled functions do not multiply."""
+        if not fit((*(size for weights in up for size in weights.shape[1:]), *down.shape[1:])):
             return None
-        return cls(Panels.of_experts(up_weights.mT), Panels.of_experts(down_weights.mT))
+        return cls(tuple(Panels.of_experts(weights.mT) for weights in up), (Panels.of_experts(down.mT),))
 
 
-def products(rows: Tensor, panels: Panels, runs: Sequence[Run]) -> Tensor:
-    """The product of each row [P, in] with the matrix of its expert, whose rows are a run: [P, out]."""
-    out, width = panels.shape
-    output = rows.new_empty(len(rows), out)
-    ProjectionCall(rows_of(rows), [output], [panels], None, RowBlocks.of(runs, width)).fill_outputs()
-    return output
+def fill_products(
+    rows: Tensor,
+    outputs: Sequence[Tensor],
+    panels: Sequence[Panels],
+    runs: Sequence[Run],
+    tables: AdapterTables | None = None,
+    narrow: Tensor | None = None,
+) -> None:
+    """Fill the outputs [P, out] of each site with the products of each row [P, in] with the matrix of its expert, whose
+    rows are a run, and with what adapters add."""
+    blocks = RowBlocks.of(runs, rows.shape[1])
+    ProjectionCall(rows_of(rows), outputs, panels, tables, blocks).fill_outputs(narrow)
 
 
-def products_back(grads: Tensor, panels: Panels, runs: Sequence[Run]) -> Tensor:
-    """The gradient of the rows [P, in] of these products, from that of the products [P, out]."""
-    out, width = panels.shape
-    result = grads.new_empty(len(grads), width)
-    call = ProjectionCall(result, [rows_of(grads)], [panels], None, RowBlocks.of(runs, out))
-    call.fill_input_grads(adds=False)
+def products_back(
+    grads: Sequence[Tensor],
+    panels: Sequence[Panels],
+    runs: Sequence[Run],
+    tables: AdapterTables | None = None,
+    narrow_grads: Tensor | None = None,
+) -> Tensor:
+    """The gradient of the rows [P, in] of these products, from those of the outputs [P, out]."""
+    result = grads[0].new_empty(len(grads[0]), panels[0].shape[1])
+    blocks = RowBlocks.of(runs, sum(grad.shape[1] for grad in grads))
+    call = ProjectionCall(result, [rows_of(grad) for grad in grads], panels, tables, blocks)
+    call.fill_input_grads(narrow_grads, adds=False)
     return result

@@ -41,7 +41,7 @@ class ExpertStack:
         """Lay the matrices out for compiled functions, if these multiply experts of such widths without biases."""
         if self.biased or self._up.ndim != 3:
             return
-        self.panels = ExpertPanels.of(self.up_weights, self.down_weights)
+        self.panels = ExpertPanels.of(self.up_views(self.up_weights), self.down_weights)
         if self.panels is not None:
             for parameter in (self._up, self.module.down_proj):  # keep their shapes alone
                 parameter.data = torch.full((1,), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(
