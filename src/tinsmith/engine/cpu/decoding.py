@@ -142,7 +142,7 @@ def add_token(number: Any, step: Any, part: Any, source: Any, key_width: Any, va
 
 
 @njit(inline="always")
-def to_probabilities(scores: Any, total: Any, unseen: Any, group: Any, like: Any, probs: Any) -> Any:
+def to_probabilities(scores: Any, total: Any, unseen: Any, group: Any, like: Any, probs: Any) -> None:
     """The scores of `group` queries from `unseen` to `total` to probabilities, which may be in their place."""
     line = scores.shape[1]
     end = unseen + (total - unseen + LINE - 1) // LINE * LINE
