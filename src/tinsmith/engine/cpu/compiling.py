@@ -44,11 +44,10 @@ def compile_part(part: str, kind: str) -> None:
     if part == "attention":
         packed.forward_function(kind)
         packed.backward_function(kind)
-        functions = []
-        if kind == "pairs":
-            functions = [logits.narrow_function, logits.logits_function, logits.backward_function]
+        functions = [logits.logits_function, logits.backward_function] if kind == "pairs" else []
     else:
         functions = [projections.forward_function, projections.backward_function, projections.gradient_function]
+        functions.append(logits.narrow_function)  # here, because the other part takes longer
         projections.compile_layouts()
     for function in functions:
         function()

@@ -93,7 +93,7 @@ def _mismatch_metrics(pairs: _Pairs) -> dict[str, float]:
     q_T, p_T, count_T = _columns(pairs)
     d_T = p_T - q_T
     return {
-        "optim/kl_sample_train_v1": -float(np.average(d_T, weights=count_T)),
+        "optim/kl_sample_train_v1": float(np.average(q_T - p_T, weights=count_T)),
         "optim/kl_sample_train_v2": float(np.average(d_T**2, weights=count_T)) / 2,
         "optim/kl_sample_train_k3": float(np.average(_exp(d_T) - 1 - d_T, weights=count_T)),
     }
