@@ -38,8 +38,9 @@ class ExpertStack:
         """The matrices as compiled functions read them, in place of the module's own."""
 
     def lay_out(self) -> None:
-        """Lay the matrices out for compiled functions, if these multiply experts of such widths without biases."""
-        if self.biased or self._up.ndim != 3:
+        """Lay the matrices out for compiled functions, if these multiply experts of this dtype and such widths, without
+        biases."""
+        if self.biased or self._up.ndim != 3 or self._up.dtype != torch.bfloat16:
             return
         self.panels = ExpertPanels.of(self.up_views(self.up_weights), self.down_weights)
         if self.panels is not None:
