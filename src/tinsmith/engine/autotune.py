@@ -79,7 +79,7 @@ def reorder_weights(base: BaseModel, free: int) -> None:
     bytes_of_a_weight = (base.dtype.itemsize if reordered else 0) + (torch.float16.itemsize if wide else 0)
     panels = compiled_adapters.work_on(base.device, base.dtype)
     stacks = [stack_of(module) for module in base.model.modules() if panels and is_expert_stack(module)]
-    weights = sum(matrix.shape.numel() for matrix in matrices) + sum(stack.weights for stack in stacks)
+    weights = sum(matrix.shape.numel() for matrix in matrices) + sum(stack.weight_count for stack in stacks)
     if bytes_of_a_weight * weights * REORDER_MEMORY_SHARE > free:
         return
     matmul.pack_float16(matrices)

@@ -142,13 +142,29 @@ def add_token(number: Any, step: Any, part: Any, source: Any, key_width: Any, va
 
 
 @njit(inline="always")
-def to_probabilities(scores: Any, total: Any, unseen: Any, group: Any, like: Any, probs: Any) -> None:
-    """The scores of `group` queries from `unseen` to `total` to probabilities, which may be in their place."""
-    line = scores.shape[1]
-    end = unseen + (total - unseen + LINE - 1) // LINE * LINE
+def start_row(
+    number: Any, step: Any, table: Any, source: Any, query: Any, key_width: Any, value_width: Any, stride: Any
+) -> Any:
+    """Read the queries of a row and a head of keys, and write the new token to the cache. Returns the row's parts, the
+    head, the number of tokens, and how many of the first ones are not seen."""
+    row, count, total = table[source // step.heads], len(query) * key_width, 0
+    for part in row:
+        total += part.length
+    queries = pointer(number(step.queries))
+    copy_row(data_of(query), 0, queries, source * count, np.float32(step.scale), count)
+    add_token(number, step, row[step.parts - 1], source, key_width, value_width, stride)
+    return row, source % step.heads, total, max(0, total - step.window) if step.window else 0
+
+
+@njit(inline="always")
+def to_probabilities(scores: Any, first: Any, unseen: Any, total: Any, like: Any, probs: Any) -> None:
+    """The scores from `first` to `total` to probabilities, which may be in their place: 0 before `unseen`."""
+    group, line = scores.shape
+    end = first + (total - first + LINE - 1) // LINE * LINE
     for g in range(group):
+        fill(data_of(scores), g * line + first, g * line + unseen, np.float32(-np.inf))
         fill(data_of(scores), g * line + total, g * line + end, np.float32(-np.inf))
-        softmax_row(data_of(scores), g * line + unseen, end - unseen, like, data_of(probs))
+        softmax_row(data_of(scores), g * line + first, end - first, like, data_of(probs))
 
 
 @cache
@@ -164,18 +180,14 @@ def attention_function(kind: str, group: int, key_width: int, value_width: int, 
     @c_function
     def attend(argument):
         step = carray(argument, 1, STEP)[0]
-        queries, outputs = pointer(number(step.queries)), pointer(number(step.outputs))
-        heads, table = step.heads, carray(void_pointer(step.table), (step.rows, step.parts), PART)
+        outputs, table = pointer(number(step.outputs)), carray(void_pointer(step.table), (step.rows, step.parts), PART)
         query, output = np.empty((group, key_width), np.float32), np.empty((group, value_width), np.float32)
         scores = np.empty((group, step.line), np.float32)
         source = atomic_next(argument)
-        while source < step.rows * heads:
-            row, head, total = table[source // heads], source % heads, 0
-            for part in row:
-                total += part.length
-            unseen = max(0, total - step.window) if step.window else 0
-            copy_row(data_of(query), 0, queries, source * group * key_width, np.float32(step.scale), group * key_width)
-            add_token(number, step, row[step.parts - 1], source, key_width, value_width, value_stride)
+        while source < step.rows * step.heads:
+            row, head, total, unseen = start_row(
+                number, step, table, source, query, key_width, value_width, value_stride
+            )
             before = 0
             for part in row:
                 start, first = head * part.capacity, min(max(0, unseen - before), part.length)
@@ -183,7 +195,7 @@ def attention_function(kind: str, group: int, key_width: int, value_width: int, 
                            values_of(number, step, part), start * value_stride, rest, key_width, value_stride,
                            ahead)  # fmt: skip
                 before += part.length
-            to_probabilities(scores, total, unseen, group, queries, scores)
+            to_probabilities(scores, unseen, unseen, total, outputs, scores)
             output[:] = 0
             before = 0
             for part in row:
@@ -270,19 +282,18 @@ def _function_of_pairs(group: int, key_width: int, value_width: int, value_strid
     @c_function
     def attend(argument):
         step = carray(argument, 1, STEP)[0]
-        queries, outputs = pointer(np.int64(step.queries)), pointer(np.int64(step.outputs))
-        heads, table = step.heads, carray(void_pointer(step.table), (step.rows, step.parts), PART)
+        outputs, table = (
+            pointer(np.int64(step.outputs)),
+            carray(void_pointer(step.table), (step.rows, step.parts), PART),
+        )
         query, output = np.empty((group, key_width), np.uint16), np.empty((group, value_width), np.float32)
         scores, probs = np.empty((group, step.line), np.float32), np.empty((group, step.line), np.uint16)
         panel = np.empty(key_width * PAIR_COLUMNS, np.uint16)
         source = atomic_next(argument)
-        while source < step.rows * heads:
-            row, head, total = table[source // heads], source % heads, 0
-            for part in row:
-                total += part.length
-            unseen = max(0, total - step.window) if step.window else 0
-            copy_row(data_of(query), 0, queries, source * group * key_width, np.float32(step.scale), group * key_width)
-            add_token(np.int64, step, row[step.parts - 1], source, key_width, value_width, value_stride)
+        while source < step.rows * step.heads:
+            row, head, total, unseen = start_row(
+                np.int64, step, table, source, query, key_width, value_width, value_stride
+            )
             before = 0
             for part in row:
                 first = min(max(0, unseen - before), part.length)
@@ -290,9 +301,7 @@ def _function_of_pairs(group: int, key_width: int, value_width: int, value_strid
                             scores, before, panel, rest, key_width, ahead)  # fmt: skip
                 before += part.length
             first = unseen - unseen % 2
-            for g in range(group):
-                fill(data_of(scores), g * step.line + first, g * step.line + unseen, np.float32(-np.inf))
-            to_probabilities(scores, total, first, group, queries, probs)
+            to_probabilities(scores, first, unseen, total, outputs, probs)
             weigh_row(output, step, row, head, probs, first, rest, value_width, value_stride)
             copy_row(outputs, source * group * value_width, data_of(output), 0, np.float32(1), group * value_width)
             source = atomic_next(argument)

@@ -69,9 +69,10 @@ class AdapterTables:
     """`cpu.projections.ADAPTER` [n] without narrow and its gradients, by rows."""
     pairs: Any
     """`cpu.projections.PAIR` [n, projections] in memory."""
-    offsets: Sequence[int]
-    """Where each adapter's part of narrow begins."""
+    offsets: dict[int, int]
+    """Where each adapter's part of narrow begins, by its first row."""
     projections: int
+    """How many share the input."""
     narrow_size: int
     rank: int
     """The highest."""
@@ -102,10 +103,10 @@ class AdapterTables:
         pairs, ranks = integers(numbers), [weights.pairs[names[0]].a.shape[-2] for *_, weights in rows]
         first, each = addressof(pairs), sizeof(pairs) // len(rows)
         lines = {rank: narrow_line(len(names), rank) for rank in set(ranks)}
-        adapters, offsets, end = list[tuple[int, ...]](), list[int](), 0
+        adapters, offsets, end = list[tuple[int, ...]](), dict[int, int](), 0
         for number, ((start, stop, weights), rank) in enumerate(zip(rows, ranks, strict=True)):
             adapters.append((start, stop, rank, _bits(weights.scale), first + number * each))
-            offsets.append(end)
+            offsets[start] = end
             end += (stop - start) * lines[rank]
         return cls(adapters, pairs, offsets, len(names), end, max(ranks))
 
@@ -113,7 +114,7 @@ class AdapterTables:
         """`cpu.projections.ADAPTER` [n] in memory, each with its part of these."""
         values = list[int]()
         starts = [0 if tensor is None or not tensor.numel() else tensor.data_ptr() for tensor in (narrow, narrow_grads)]
-        for adapter, offset in zip(self.adapters, self.offsets, strict=True):
+        for adapter, offset in zip(self.adapters, self.offsets.values(), strict=True):
             values += adapter
             values += [start and start + offset * ITEM for start in starts]
         return integers(values)

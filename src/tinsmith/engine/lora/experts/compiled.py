@@ -18,15 +18,17 @@ from typing_extensions import override
 from tinsmith.engine.lora.adapter import PlacedAdapter
 from tinsmith.engine.lora.compiled_adapters import MULTIPLE_RANK
 from tinsmith.engine.lora.compiled_projections import AdapterTables, ProjectionCall, narrow_line, narrow_slot
-from tinsmith.engine.lora.experts.pairs import ExpertPairs, sort_pairs
+from tinsmith.engine.lora.experts.pairs import AdapterPairs, ExpertPairs, sort_pairs
 from tinsmith.engine.lora.experts.panels import ExpertPanels, fill_products, products_back
 from tinsmith.engine.lora.experts.stack import ExpertStack
 
 
 def serves(stack: ExpertStack, placed: Sequence[PlacedAdapter]) -> bool:
     """Whether compiled functions compute these experts under these adapters."""
-    ranks = {weights.pairs[name].a.shape[1] for weights, _, _ in placed for name in (*stack.up_names, stack.down_name)}
-    return stack.panels is not None and not any(rank % MULTIPLE_RANK for rank in ranks)
+    if stack.panels is None:
+        return False
+    names = (*stack.up_names, stack.down_name)
+    return not any(weights.pairs[name].a.shape[1] % MULTIPLE_RANK for weights, _, _ in placed for name in names)
 
 
 def outputs(
@@ -67,11 +69,11 @@ class _Call:
         """Room for A x of all adapters, or its gradient; None where no adapter is trained."""
         return None if tables is None or not self.is_trained else like.new_empty(tables.narrow_size)
 
-    def of_tokens(self, narrow: Tensor, tables: AdapterTables, number: int, rank: int) -> Tensor:
+    @staticmethod
+    def of_tokens(narrow: Tensor, tables: AdapterTables, adapter: AdapterPairs, rank: int) -> Tensor:
         """An adapter's part of narrow, summed over the experts of each of its tokens: [n, numbers of a row]."""
-        adapter, line = self.pairs.adapters[number], narrow_line(tables.projections, rank)
-        offsets = dict(zip((start for start, *_ in tables.adapters), tables.offsets, strict=True))
-        parts = [narrow.narrow(0, offsets[start], (stop - start) * line) for _, start, stop, _ in adapter.runs]
+        line = narrow_line(tables.projections, rank)
+        parts = [narrow.narrow(0, tables.offsets[start], (stop - start) * line) for _, start, stop, _ in adapter.runs]
         return adapter.sum_of_tokens(torch.cat(parts).view(-1, line))
 
 
@@ -142,11 +144,11 @@ class _CompiledOutputs(torch.autograd.Function):
 def _add_shared_b(call: _Call, grad: Tensor, narrow: Tensor) -> None:
     """Add to the gradients of the matrices B2 that experts share; `grad` [T, D] is that of the outputs."""
     assert call.down is not None
-    for number, adapter in enumerate(call.pairs.adapters):
+    for adapter in call.pairs.adapters:
         weights, shared = adapter.weights, adapter.weights.pairs[call.stack.down_name].b
         if weights.gradients and len(shared) == 1:
             rank = shared.shape[2]
-            mixed = call.of_tokens(narrow, call.down, number, rank)[:, :rank]
+            mixed = call.of_tokens(narrow, call.down, adapter, rank)[:, :rank]
             buffer = weights.gradients[call.stack.down_name].b
             buffer[0].T.add_(mixed.T @ grad[adapter.rows], alpha=weights.scale)
 
@@ -154,12 +156,12 @@ def _add_shared_b(call: _Call, grad: Tensor, narrow: Tensor) -> None:
 def _add_shared_a(call: _Call, hidden: Tensor, narrow_grads: Tensor) -> None:
     """Add to the gradients of the matrices A1 and A3 that experts share."""
     assert call.up is not None
-    for number, adapter in enumerate(call.pairs.adapters):
+    for adapter in call.pairs.adapters:
         weights, shared = adapter.weights, adapter.weights.pairs[call.stack.up_names[0]].a
         if not weights.gradients or len(shared) > 1:
             continue
         rank, slot = shared.shape[1], narrow_slot(shared.shape[1])
-        sums = call.of_tokens(narrow_grads, call.up, number, rank)
+        sums = call.of_tokens(narrow_grads, call.up, adapter, rank)
         for site, name in enumerate(call.stack.up_names):
             own = sums[:, site * slot : site * slot + rank]
             weights.gradients[name].a[0].add_(own.T @ hidden[adapter.rows], alpha=weights.scale)

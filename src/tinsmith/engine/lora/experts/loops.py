@@ -1,8 +1,8 @@
 """The experts of a mixture one by one, with their adapters, forward and backward written by hand.
 
 The frozen products are one for each expert over the tokens of all tenants, or one batched product (`pairs`), or one
-call of a compiled function (`panels`). The terms
-of a token's output are added in float32 in the order of the experts' numbers.
+call of a compiled function (`panels`). The terms of a token's output are added in float32 in the order of the experts'
+numbers.
 
 The backward adds the adapters' gradients to their gradient buffers, and returns the gradients of the inputs and of the
 weights w, through which a router's inputs get theirs. `separate` computes adapters of another kind, in which no matrix

@@ -50,8 +50,8 @@ class ExpertStack:
                 )
 
     @property
-    def weights(self) -> int:
-        """Frozen weights of all experts."""
+    def weight_count(self) -> int:
+        """Number of frozen weights of all experts."""
         return int(self._up.numel() + self.module.down_proj.numel())
 
     @property
