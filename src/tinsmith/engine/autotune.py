@@ -7,6 +7,7 @@ Device and dtype are chosen in `model.loading`, precision in `model.precision`, 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from tinsmith.engine import model_facts
 from tinsmith.engine.base import LoraSpec, ModelCard
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.lora import adapter, compiled_adapters, linear, matmul
+from tinsmith.engine.lora.compiled_projections import fit
 from tinsmith.engine.lora.experts.stack import stack_of
 from tinsmith.engine.memory_plan import (
     GB,
@@ -64,29 +66,33 @@ MEASURED_TOKENS = 64
 
 
 def reorder_weights(base: BaseModel, free: int) -> None:
-    """On a CPU, reorder and pack the matrices of an adapted base if the copies are a small part of the `free` bytes.
-
-    float32 matrices are reordered only with AVX-512, and only large ones: with AVX2 a pass is 1.05 to 1.1 times as fast
-    without.
-    """
-    wide = base.dtype == torch.float32
-    reordered = not wide or torch.backends.cpu.get_cpu_capability() == "AVX512"
+    """On a CPU, lay the matrices of an adapted base out for its products if the copies are a small part of the `free`
+    bytes: for compiled functions, or bfloat16 ones for PyTorch's."""
     every = (module.frozen for module in base.model.modules() if isinstance(module, linear.LoraLinear))
     matrices = [matrix for matrix in every if isinstance(matrix, matmul.FrozenLinear)]
-    if wide:
-        matrices = [matrix for matrix in matrices if matrix.shape.numel() >= matmul.LARGE_FLOAT32]
-    # Reordering makes two matrices of one; float16 takes half of a float32 matrix.
-    bytes_of_a_weight = (base.dtype.itemsize if reordered else 0) + (torch.float16.itemsize if wide else 0)
-    panels = compiled_adapters.work_on(base.device, base.dtype)
-    stacks = [stack_of(module) for module in base.model.modules() if panels and is_expert_stack(module)]
+    if compiled_adapters.work_on(base.device, base.dtype):
+        fitting = [matrix for matrix in matrices if fit(matrix.shape)]
+        if _lay_out(base, fitting, free):
+            matrices = [matrix for matrix in matrices if not fit(matrix.shape)]
+    copied = base.dtype.itemsize * sum(matrix.shape.numel() for matrix in matrices)
+    if base.dtype == torch.bfloat16 and copied * REORDER_MEMORY_SHARE <= free:
+        for matrix in matrices:
+            matrix.reorder()
+
+
+def _lay_out(base: BaseModel, matrices: Sequence[matmul.FrozenLinear], free: int) -> bool:
+    """Lay matrices out for compiled functions, those of experts too. Each has two layouts, which take no more than the
+    matrix if it is float32 and two bytes represent each weight. Returns whether there is memory for it."""
+    stacks = [stack_of(module) for module in base.model.modules() if is_expert_stack(module)]
     weights = sum(matrix.shape.numel() for matrix in matrices) + sum(stack.weight_count for stack in stacks)
-    if bytes_of_a_weight * weights * REORDER_MEMORY_SHARE > free:
-        return
-    matmul.pack_float16(matrices)
-    for matrix in matrices if reordered else ():
-        matrix.reorder(panels=panels)
+    is_half = base.dtype == torch.float32 and any(matrix.is_half for matrix in matrices[:1])
+    if not is_half and base.dtype.itemsize * weights * REORDER_MEMORY_SHARE > free:
+        return False
+    for matrix in matrices:
+        matrix.lay_out()
     for stack in stacks:
         stack.lay_out()
+    return True
 
 
 def compile_attention(base: BaseModel) -> BaseModel:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.cpu.processor import needs_pairs
+from tests.engine.cpu.processor import each_dtype
 from tinsmith.engine.lora.head import choice
 from tinsmith.engine.lora.head.products import Addition, CompiledProducts, Float32Products
 from tinsmith.engine.threads.compute import pytorch_threads
@@ -34,23 +34,23 @@ def exact(hidden: Tensor, weight: Tensor, additions: list[Addition], bias: Tenso
     return products if bias is None else products + bias.double()
 
 
-@needs_pairs
+@each_dtype
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
     ("rows", "words", "width", "spans"),
     [
-        (1, 32, 2, []),
+        (1, 32, 8, []),
         (3, 31, 64, [(0, 3, 4)]),
         (21, 96, 576, [(0, 21, 32)]),
-        (29, 300, 50, [(0, 1, 16), (1, 14, 33), (20, 29, 1)]),
-        (16, 257, 34, [(4, 12, 20)]),
+        (29, 300, 56, [(0, 1, 16), (1, 14, 33), (20, 29, 1)]),
+        (16, 257, 40, [(4, 12, 20)]),
     ],
 )
 def test_products_are_exact_to_float32(
-    rows: int, words: int, width: int, spans: list[tuple[int, int, int]], threads: int
+    rows: int, words: int, width: int, spans: list[tuple[int, int, int]], threads: int, dtype: torch.dtype
 ) -> None:
     draw = torch.Generator().manual_seed(0)
-    weight, hidden = (torch.randn(count, width, generator=draw).bfloat16() for count in (words, rows))
+    weight, hidden = (torch.randn(count, width, generator=draw).to(dtype) for count in (words, rows))
     bias, additions = torch.randn(words, generator=draw), additions_of(width, words, spans)
     with pytorch_threads(threads):
         for own in (None, bias):
@@ -59,10 +59,10 @@ def test_products_are_exact_to_float32(
             torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=1e-5 * width**0.5)
 
 
-@needs_pairs
-def test_rows_are_alike_however_many_are_computed() -> None:
+@each_dtype
+def test_rows_are_alike_however_many_are_computed(dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)
-    weight, hidden = (torch.randn(count, 64, generator=draw).bfloat16() for count in (500, 23))
+    weight, hidden = (torch.randn(count, 64, generator=draw).to(dtype) for count in (500, 23))
     (addition,) = additions_of(64, 500, [(0, 23, 40)])
     products = CompiledProducts(weight, None)
     together = products(hidden, [addition])
@@ -71,18 +71,20 @@ def test_rows_are_alike_however_many_are_computed() -> None:
         assert torch.equal(products(hidden[row : row + 1], [own])[0], together[row])
 
 
-@needs_pairs
-def test_rows_that_are_not_contiguous() -> None:
+@each_dtype
+def test_rows_that_are_not_contiguous(dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)
-    weight, wide = torch.randn(40, 64, generator=draw).bfloat16(), torch.randn(5, 128, generator=draw).bfloat16()
+    weight, wide = torch.randn(40, 64, generator=draw).to(dtype), torch.randn(5, 128, generator=draw).to(dtype)
     hidden = wide[:, :64]
     actual = CompiledProducts(weight, None)(hidden)
     torch.testing.assert_close(actual.double(), exact(hidden, weight, [], None), rtol=1e-5, atol=1e-4)
 
 
-@needs_pairs
-def test_wrong_products_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    weight = torch.randn(40, 64).bfloat16()
+@each_dtype
+def test_wrong_products_are_not_used(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = torch.randn(40, 64).to(dtype)
     assert isinstance(choice.products_of(weight, None), CompiledProducts)
     monkeypatch.setattr(
         CompiledProducts, "__call__", lambda self, hidden, _: torch.zeros(len(hidden), len(self._weight))
@@ -92,6 +94,6 @@ def test_wrong_products_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert "compiled products of the output head do not work here" in caplog.text
 
 
-@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 64), (torch.bfloat16, 63)])
-def test_other_weights_are_multiplied_by_float32_copies(dtype: torch.dtype, width: int) -> None:
-    assert isinstance(choice.products_of(torch.randn(40, width).to(dtype), None), Float32Products)
+@each_dtype
+def test_other_widths_are_multiplied_by_float32_copies(dtype: torch.dtype) -> None:
+    assert isinstance(choice.products_of(torch.randn(40, 63).to(dtype), None), Float32Products)

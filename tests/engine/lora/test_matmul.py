@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.cpu.processor import needs_pairs
+from tests.engine.cpu.processor import each_dtype, needs_panels
 from tinsmith.engine import autotune
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.lora import linear, matmul
-from tinsmith.engine.lora.matmul import FrozenLinear, pack_float16
+from tinsmith.engine.lora import compiled_adapters, compiled_projections, linear, matmul
+from tinsmith.engine.lora.matmul import FrozenLinear
 from tinsmith.engine.model import loading
+from tinsmith.engine.model.precision import dtype_name
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64, 300])
@@ -36,28 +37,49 @@ def test_forward_and_backward_match_float64(dtype: torch.dtype, tolerance: float
             assert actual.dtype == dtype
 
 
-@needs_pairs
+@each_dtype
 @pytest.mark.parametrize("biased", [False, True])
-def test_panels_match_float64(biased: bool) -> None:
+def test_panels_match_float64(dtype: torch.dtype, biased: bool) -> None:
     """Of a matrix whose rows are not side by side, as one of Conv1D."""
-    draw = torch.Generator().manual_seed(0)
-    weight, bias = torch.randn(96, 64, generator=draw).bfloat16().T, torch.randn(64, generator=draw).bfloat16()
-    frozen = FrozenLinear(weight, bias if biased else None).reorder(panels=True)
-    assert frozen.panels is not None
-    inputs, grads, onto = (torch.randn(70, width, generator=draw).bfloat16() for width in (96, 64, 96))
+    draw, tolerance = torch.Generator().manual_seed(0), 1e-2 if dtype == torch.bfloat16 else 1e-6
+    weight, bias = torch.randn(96, 64, generator=draw).to(dtype).T, torch.randn(64, generator=draw).to(dtype)
+    frozen = FrozenLinear(weight, bias if biased else None)
+    frozen.lay_out()
+    inputs, grads, onto = (torch.randn(70, width, generator=draw).to(dtype) for width in (96, 64, 96))
     back = grads.double() @ weight.double()
     for actual, exact in (
         (frozen(inputs), inputs.double() @ weight.double().T + (bias.double() if biased else 0)),
         (frozen.backward(grads), back),
         (frozen.backward(grads, onto=onto.clone()), onto.double() + back),
     ):
-        assert (actual.double() - exact).abs().max() <= 1e-2 * exact.abs().max()
-    assert FrozenLinear(weight[:40], None).reorder(panels=True).panels is None  # of another width
+        assert (actual.double() - exact).abs().max() <= tolerance * exact.abs().max()
 
 
-@needs_pairs
-def test_matrices_of_bfloat16_are_laid_out_in_panels(tiny_llama: Path) -> None:
-    base = loading.load(EngineConfig(source=str(tiny_llama), dtype="bfloat16", device="cpu"))
+@needs_panels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_float32_matrix_is_kept_as_its_weights_allow(dtype: torch.dtype) -> None:
+    """In two bytes where these represent it, and with the very results of the whole matrix."""
+    weight, draw = torch.randn(96, 64, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
+    weight[0, 0] = 2.0**-20  # of float16 a number below the normal ones
+    weight = weight.to(dtype).float()
+    frozen, whole = FrozenLinear(weight.clone()), FrozenLinear(weight + 0)
+    assert frozen.is_half == (dtype != torch.float32)
+    frozen.lay_out()
+    assert frozen.panels is not None
+    assert {frozen.panels.forward.dtype, frozen.panels.backward.dtype} == {dtype}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled_projections, "_packed", lambda *_, **__: None)
+        whole.lay_out()
+    assert whole.panels.forward.dtype == torch.float32
+    for rows in (1, 3, 30):
+        inputs, grads = (torch.randn(rows, width, generator=draw) for width in (64, 96))
+        assert torch.equal(frozen(inputs), whole(inputs))
+        assert torch.equal(frozen.backward(grads), whole.backward(grads))
+
+
+@each_dtype
+def test_matrices_are_laid_out_in_panels(dtype: torch.dtype, tiny_llama: Path) -> None:
+    base = loading.load(EngineConfig(source=str(tiny_llama), dtype=dtype_name(dtype), device="cpu"))
     linear.adapt(base)
     autotune.reorder_weights(base, 1 << 40)
     matrices = [module.frozen for module in base.model.modules() if isinstance(module, linear.LoraLinear)]
@@ -66,83 +88,41 @@ def test_matrices_of_bfloat16_are_laid_out_in_panels(tiny_llama: Path) -> None:
     assert all(isinstance(matrix, FrozenLinear) and matrix.panels is not None for matrix in fitting)
 
 
+@each_dtype
+def test_matrices_are_laid_out_if_memory_allows(dtype: torch.dtype, tiny_llama: Path) -> None:
+    """Each has two layouts in place of one; float32 ones of two bytes a weight take no more than before."""
+
+    def laid_out(free: int, *, half: bool) -> bool:
+        base = loading.load(EngineConfig(source=str(tiny_llama), dtype=dtype_name(dtype), device="cpu"))
+        linear.adapt(base)
+        matrices = [module.frozen for module in base.model.modules() if isinstance(module, linear.LoraLinear)]
+        for matrix in matrices:
+            if half:
+                matrix.tensors()[0].copy_(matrix.tensors()[0].bfloat16())
+        fitting = [matrix for matrix in matrices if not any(size % 32 for size in matrix.shape)]
+        size = sum(matrix.shape.numel() * matrix.dtype.itemsize for matrix in fitting)
+        autotune.reorder_weights(base, autotune.REORDER_MEMORY_SHARE * size + free)
+        return all(matrix.panels is not None for matrix in fitting)
+
+    assert laid_out(0, half=False)
+    assert not laid_out(-1, half=False)
+    assert laid_out(-1, half=True) == (dtype == torch.float32)
+
+
 def test_weights_are_reordered_if_memory_allows(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):
-    base = loading.load(EngineConfig(source=str(tiny_llama), dtype="float32", device="cpu"))
-    linear.adapt(base)
-    matrices = [module.frozen for module in base.model.modules() if isinstance(module, linear.LoraLinear)]
-    size = sum(matrix.shape.numel() * 4 for matrix in matrices) * 3 // 2  # one more of float32, one of float16
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    autotune.reorder_weights(base, autotune.REORDER_MEMORY_SHARE * size)
-    assert not any(matrix.reordered for matrix in matrices)  # float32 is faster without
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    autotune.reorder_weights(base, autotune.REORDER_MEMORY_SHARE * size)
-    assert not any(matrix.reordered for matrix in matrices)  # small float32 matrices too
-    monkeypatch.setattr(matmul, "LARGE_FLOAT32", 0)
-    autotune.reorder_weights(base, autotune.REORDER_MEMORY_SHARE * size - 1)
-    assert not any(matrix.reordered for matrix in matrices)
-    autotune.reorder_weights(base, autotune.REORDER_MEMORY_SHARE * size)
-    assert all(matrix.reordered for matrix in matrices)
-
-
-FBGEMM = pytest.mark.skipif(
-    "fbgemm" not in torch.backends.quantized.supported_engines, reason="PyTorch has no FBGEMM here"
-)
-
-
-@pytest.mark.parametrize("rows", [0, 1, 7, 16, 17])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@FBGEMM
-def test_few_rows_of_a_float16_matrix_are_exact(dtype: torch.dtype, rows: int):
-    draw = torch.Generator().manual_seed(rows)
-    weight = torch.randn(400, 256, generator=draw).to(dtype).float()
-    inputs = torch.randn(rows, 256, generator=draw)
-    frozen = FrozenLinear(weight, torch.ones(400))
-    pack_float16([frozen])
-    assert frozen.reorder().has_float16
-    exact = inputs.double() @ weight.double().T + 1
-    torch.testing.assert_close(frozen(inputs).double(), exact, rtol=0, atol=5e-5)
-    # Not contiguous, as a slice of a step's rows is.
-    torch.testing.assert_close(frozen(inputs.T.contiguous().T).double(), exact, rtol=0, atol=5e-5)
-
-
-@pytest.mark.parametrize(("reorder", "limit"), [(False, matmul.PLAIN_FLOAT16_ROWS), (True, matmul.FLOAT16_ROWS)])
-@FBGEMM
-def test_a_plain_matrix_reads_float16_for_more_rows(reorder: bool, limit: int):
-    """The copy differs from the matrix here, so that the outputs show which was read."""
-    weight = torch.ones(400, 256)
-    frozen = FrozenLinear(weight.clone())
-    pack_float16([frozen])
-    frozen._float16 = torch.ops.quantized.linear_prepack_fp16(2 * weight, None)
-    if reorder:
-        frozen.reorder()
-    read = [int(frozen(torch.ones(rows, 256))[0, 0]) for rows in (1, limit, limit + 1)]
-    assert read == [512, 512, 256]
-
-
-@pytest.mark.parametrize(
-    "weight",
-    [
-        torch.randn(400, 256),
-        torch.full((400, 256), 1e5),
-        torch.full((400, 256), 1e-7),
-        torch.full((400, 256), float("nan")),
-        torch.full((400, 256), float("inf")),
-        torch.ones(400, 256, dtype=torch.bfloat16),
-        torch.ones(40, 256),
-    ],
-    ids=["float32", "large", "tiny", "nan", "inf", "bfloat16 base", "small matrix"],
-)
-def test_matrix_that_gains_nothing_is_not_packed(weight: torch.Tensor):
-    frozen = FrozenLinear(weight)
-    pack_float16([frozen])
-    assert not frozen.has_float16
-
-
-def test_matrix_is_not_packed_without_fbgemm(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(type(torch.backends.quantized), "supported_engines", ["qnnpack"])
-    frozen = FrozenLinear(torch.ones(400, 256))
-    pack_float16([frozen])
-    assert not frozen.has_float16
+    """Where no compiled functions multiply, and of bfloat16 alone."""
+    monkeypatch.setattr(compiled_adapters, "panel_kind", lambda *_: None)
+    monkeypatch.setattr(matmul, "_can_reorder", lambda _: torch.backends.mkldnn.is_available())
+    for dtype in (torch.float32, torch.bfloat16):
+        base = loading.load(EngineConfig(source=str(tiny_llama), dtype=dtype_name(dtype), device="cpu"))
+        linear.adapt(base)
+        matrices = [module.frozen for module in base.model.modules() if isinstance(module, linear.LoraLinear)]
+        size = sum(matrix.shape.numel() * dtype.itemsize for matrix in matrices)
+        autotune.reorder_weights(base, autotune.REORDER_MEMORY_SHARE * size - 1)
+        assert not any(matrix.reordered for matrix in matrices)
+        autotune.reorder_weights(base, autotune.REORDER_MEMORY_SHARE * size)
+        is_reordered = dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+        assert {matrix.reordered for matrix in matrices} == {is_reordered}
 
 
 def test_bfloat16_is_not_reordered_without_cpu_support(

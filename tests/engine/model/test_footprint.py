@@ -61,7 +61,7 @@ def test_tied_embeddings_count_once() -> None:
 
 @pytest.mark.parametrize("head_bytes", [2, 4])
 def test_the_head_is_copied_on_a_cpu_twice(monkeypatch: pytest.MonkeyPatch, head_bytes: int) -> None:
-    monkeypatch.setattr(footprint, "has_pair_products", lambda device, dtype: head_bytes == 2)
+    monkeypatch.setattr(footprint, "panel_kind", lambda device, dtype: "pairs" if head_bytes == 2 else None)
     config = LlamaConfig(vocab_size=151_936, hidden_size=4096, num_hidden_layers=1)
     assert footprint.footprint(config, BF16, CPU, four_bit=False).working == 2 * head_bytes * 151_936 * 4096
     assert footprint.footprint(config, BF16, GPU, four_bit=False).working == 4 * 151_936 * 4096
@@ -90,7 +90,7 @@ def test_large_model_is_refused_with_figures() -> None:
 
 
 def test_refusal_names_what_takes_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(footprint, "has_pair_products", lambda device, dtype: False)
+    monkeypatch.setattr(footprint, "panel_kind", lambda device, dtype: None)
     config = LlamaConfig(num_hidden_layers=2)
     with pytest.raises(ConfigError) as refusal:
         footprint.check("some/model", config, torch.float32, CPU, four_bit=False, free=0)

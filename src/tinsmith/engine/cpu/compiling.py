@@ -19,10 +19,10 @@ COMPILE_S = 300
 """What takes longer is left to the first call."""
 
 
-def compile_ahead(kind: str) -> threading.Thread:
-    """Compile the functions for an `instructions.Kind`; the thread that is returned ends when they are compiled. What
-    does not compile is left to its first call, which says so."""
-    parts = ["attention", *["projections"] * (kind == "pairs")]
+def compile_ahead(kind: str, *, panels: bool) -> threading.Thread:
+    """Compile the functions for an `instructions.Kind`, of `panels` too; the thread that is returned ends when they are
+    compiled. What does not compile is left to its first call, which says so."""
+    parts = ["attention", *["projections"] * panels]
 
     def wait_for_all() -> None:
         missing = [part for part in parts if not _marker(part, kind).exists()]
@@ -41,16 +41,20 @@ def compile_part(part: str, kind: str) -> None:
     """Compile the functions of a part, or read them from the cache folder."""
     from tinsmith.engine.cpu import logits, packed, projections
 
+    of_head = "pairs" if kind == "pairs" else "float32"
     if part == "attention":
         packed.forward_function(kind)
         packed.backward_function(kind)
-        functions = [logits.logits_function, logits.backward_function] if kind == "pairs" else []
+        logits.logits_function(of_head)
+        if kind == "pairs":
+            logits.backward_function()
     else:
-        functions = [projections.forward_function, projections.backward_function, projections.gradient_function]
-        functions.append(logits.narrow_function)  # here, because the other part takes longer
-        projections.compile_layouts()
-    for function in functions:
-        function()
+        projections.forward_function(kind)
+        projections.backward_function(kind)
+        projections.gradient_function(kind)
+    if part == "projections" or kind == "bfloat16":  # the part that takes less
+        projections.compile_layouts(of_head)
+        logits.narrow_function(of_head)
     marker = _marker(part, kind)
     marker.parent.mkdir(parents=True, exist_ok=True)
     marker.touch()

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 from numba import carray, njit  # pyright: ignore[reportAttributeAccessIssue] - it comes by a star
 
-from tinsmith.engine.cpu.pairs import BLOCK, HALF_ROWS, PANEL_LINE, lay_depth
+from tinsmith.engine.cpu.panels import BLOCK, HALF_ROWS, PANEL_LINE, lay_depth
 from tinsmith.engine.cpu.primitives import atomic_next, c_function, pointer, void_pointer
 from tinsmith.engine.cpu.rows import copy_row, fill, softmax_row
 from tinsmith.engine.cpu.tiles import (
-    PAIR_COLUMNS,
+    TILE_COLUMNS,
     TILE_KEYS,
     TILE_QUERIES,
     TILE_VALUES,
     data_of,
-    pair_tile,
+    panel_tile,
     prefetch,
     score_tile,
     weigh_pairs,
@@ -37,7 +37,7 @@ STEP = np.dtype(
         ("parts", "i8"),  # of each row
         ("heads", "i8"),  # of keys
         ("window", "i8"),  # tokens at the end that a token sees; 0: all
-        ("line", "i8"),  # room for the scores of the longest row and PAIR_COLUMNS more, a multiple of LINE
+        ("line", "i8"),  # room for the scores of the longest row and TILE_COLUMNS more, a multiple of LINE
         ("table", "i8"),  # address of PART [rows, parts]
         ("layer", "i8"),
         ("queries", "i8"),  # address of [rows, heads group, key width]
@@ -217,16 +217,16 @@ def score_pairs(
     """`score_part` of bfloat16 numbers in pairs; `ahead` numbers of later keys are brought nearer with each block. It
     also writes to scores[g, before + k] for some k after the last, which mean nothing."""
     line, whole, queries, lines = scores.shape[1], len(query) - rest, data_of(query), data_of(scores)
-    for k in range(first, last, PAIR_COLUMNS):
-        for block in range(k, min(k + PAIR_COLUMNS, last), BLOCK):
+    for k in range(first, last, TILE_COLUMNS):
+        for block in range(k, min(k + TILE_COLUMNS, last), BLOCK):
             prefetch(keys, start + (block + BLOCKS_AHEAD * BLOCK) * width, ahead)
             lay_depth(data_of(panel), 2 * (block - k), keys, start + block * width, width, width, last - block - 1,
                       16)  # fmt: skip
         for g in range(0, whole, HALF_ROWS):
-            pair_tile(lines, g * line + before + k, line, queries, g * width, width, 2, data_of(panel), 0, PANEL_LINE,
-                      width, np.float32(1), HALF_ROWS, 0)  # fmt: skip
-        pair_tile(lines, whole * line + before + k, line, queries, whole * width, width, 2, data_of(panel), 0,
-                  PANEL_LINE, width, np.float32(1), rest, 0)  # fmt: skip
+            panel_tile(lines, g * line + before + k, line, queries, g * width, width, 2, data_of(panel), 0, PANEL_LINE,
+                      width, np.float32(1), HALF_ROWS, 0, 0)  # fmt: skip
+        panel_tile(lines, whole * line + before + k, line, queries, whole * width, width, 2, data_of(panel), 0,
+                  PANEL_LINE, width, np.float32(1), rest, 0, 0)  # fmt: skip
 
 
 @njit(inline="always")
@@ -288,7 +288,7 @@ def _function_of_pairs(group: int, key_width: int, value_width: int, value_strid
         )
         query, output = np.empty((group, key_width), np.uint16), np.empty((group, value_width), np.float32)
         scores, probs = np.empty((group, step.line), np.float32), np.empty((group, step.line), np.uint16)
-        panel = np.empty(key_width * PAIR_COLUMNS, np.uint16)
+        panel = np.empty(key_width * TILE_COLUMNS, np.uint16)
         source = atomic_next(argument)
         while source < step.rows * step.heads:
             row, head, total, unseen = start_row(

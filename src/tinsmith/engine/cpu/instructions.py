@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -42,6 +43,15 @@ def has_pair_products(device: torch.device, dtype: torch.dtype) -> bool:
     from tinsmith.engine.cpu.vectors import HAS_PAIRS  # with Numba
 
     return HAS_PAIRS
+
+
+def panel_kind(device: torch.device, dtype: torch.dtype) -> Kind | None:
+    """What compiled functions multiply with matrices that are laid out for them; None where PyTorch's products are
+    faster or not slower: of bfloat16 without AVX512-BF16 or with AMX, and on other processors than x86-64."""
+    if not has_loops(device, dtype) or platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    kind = kind_of(dtype)
+    return None if kind == "bfloat16" else kind
 
 
 def kind_of(dtype: torch.dtype) -> Kind:

@@ -3,7 +3,7 @@
 A call is some consecutive queries and the runs of keys that they see, the last of which are masked. A key head of a
 call is computed at once: its keys and values are copied as float32, laid out for products, and its queries follow in
 blocks. Scores and probabilities are rounded to the dtype, as products round them; gradients are float32 inside. Where
-the processor is fastest with pairs of bfloat16 numbers, factors of bfloat16 values are laid out as such (`pairs`).
+the processor is fastest with pairs of bfloat16 numbers, factors of bfloat16 values are laid out as such (`panels`).
 
 Each query head's row of a query is one row of its block, those that share a key head side by side.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from numba import carray, njit, types  # pyright: ignore[reportAttributeAccessIssue] - they come by a star
 from numba.extending import overload  # pyright: ignore[reportAttributeAccessIssue] - it comes by a star
 
-from tinsmith.engine.cpu.pairs import BLOCK, PANEL_LINE, even, lay_depth, lay_in_order, lay_rows
+from tinsmith.engine.cpu.panels import BLOCK, PANEL_LINE, even, lay_depth, lay_in_order, lay_rows
 from tinsmith.engine.cpu.primitives import atomic_next, c_function, load, pointer, store, void_pointer
 from tinsmith.engine.cpu.rows import (
     add_row,
@@ -29,12 +29,11 @@ from tinsmith.engine.cpu.rows import (
     softmax_row,
 )
 from tinsmith.engine.cpu.tiles import (
-    PAIR_COLUMNS,
     PAIR_ROWS,
     TILE_COLUMNS,
     TILE_ROWS,
     data_of,
-    pair_tile,
+    panel_tile,
     product_tile,
 )
 
@@ -120,7 +119,7 @@ def _read_rows(target, at, line, numbers, matrix, head, run, width):
         if row:
             for i in range(width):
                 target[at // 2 * 2 * line + 2 * i] = numbers[start + i]
-        lay_in_order(target, (at + row) // 2 * 2 * line, 2 * line, numbers, start + row * matrix.token, matrix.token,
+        lay_in_order(target, (at + row) // 2 * 2 * line, line, numbers, start + row * matrix.token, matrix.token,
                      run.count - row, width)  # fmt: skip
 
     return in_pairs if target.dtype == types.uint16 else whole
@@ -128,7 +127,7 @@ def _read_rows(target, at, line, numbers, matrix, head, run, width):
 
 def read_columns(target: Any, at: Any, numbers: Any, matrix: Any, head: Any, run: Any, width: Any) -> None:
     """Read a run of keys or values as columns from `at` on of a target: float32 [tiles, even(width), TILE_COLUMNS], or
-    bfloat16 in panels of pairs [panels, even(width) / 2, PAIR_COLUMNS, 2]."""
+    bfloat16 in panels of pairs [panels, even(width) / 2, TILE_COLUMNS, 2]."""
 
 
 @overload(read_columns)
@@ -144,7 +143,7 @@ def _read_columns(target, at, numbers, matrix, head, run, width):
         start, row = head * matrix.head + run.start * matrix.token, 0
         while row < run.count:
             key, own = at + row, start + row * matrix.token
-            place = key // PAIR_COLUMNS * PAIR_COLUMNS * even(width) + 2 * (key % PAIR_COLUMNS)
+            place = key // TILE_COLUMNS * TILE_COLUMNS * even(width) + 2 * (key % TILE_COLUMNS)
             if key % BLOCK == 0 and row + BLOCK <= run.count and width % 8 == 0:
                 lay_depth(target, place, numbers, own, matrix.token, width, 15, 16)
                 row += BLOCK
@@ -212,10 +211,10 @@ def multiply_in_pairs(
     depth: Any, rows: Any, columns: Any, adds: Any,
 ) -> None:  # fmt: skip
     """The same of bfloat16 numbers in pairs."""
-    for tile in range(columns // PAIR_COLUMNS):
+    for tile in range(columns // TILE_COLUMNS):
         for row in range(0, rows, PAIR_ROWS):
-            pair_tile(outputs, row * line + tile * PAIR_COLUMNS, line, left, row * left_line, left_line, left_step,
-                      right, tile * tile_step, right_line, even(depth), np.float32(1), PAIR_ROWS, adds)  # fmt: skip
+            panel_tile(outputs, row * line + tile * TILE_COLUMNS, line, left, row * left_line, left_line, left_step,
+                      right, tile * tile_step, right_line, even(depth), np.float32(1), PAIR_ROWS, adds, 0)  # fmt: skip
 
 
 def multiply_by_columns(
@@ -231,7 +230,7 @@ def _multiply_by_columns(outputs, line, left, left_line, columns, width, rows, c
                  count, False)  # fmt: skip
 
     def in_pairs(outputs, line, left, left_line, columns, width, rows, count):
-        multiply_in_pairs(outputs, line, left, left_line, 2, columns, even(width) * PAIR_COLUMNS, PANEL_LINE, width,
+        multiply_in_pairs(outputs, line, left, left_line, 2, columns, even(width) * TILE_COLUMNS, PANEL_LINE, width,
                           rows, count, False)  # fmt: skip
 
     return in_pairs if columns.dtype == types.uint16 else whole
@@ -274,7 +273,7 @@ def _add_value_sums(sums, line, probs, probs_line, block, rows, count, left, rig
             fill(probs, rows * probs_line, rows * probs_line + count, np.float32(0))
         for row in range(0, rows, 2):
             pair_float_rows(left, row * probs_line, probs, row * probs_line, (row + 1) * probs_line, count)
-        lay_rows(right, 0, 2 * line, block, 0, line, rows, line)
+        lay_rows(right, 0, line, block, 0, line, rows, line)
         multiply_in_pairs(sums, line, left, 2, 2 * probs_line, right, PANEL_LINE, 2 * line, rows, count, line, True)
 
     return in_pairs if block.dtype == types.uint16 else whole

@@ -49,6 +49,26 @@ def pointer(context: Any, address: Any) -> Any:
 
 
 @intrinsic
+def half_pointer(context: Any, address: Any) -> Any:
+    """A pointer to float16 numbers at an address that is an int. Numba has no such numbers: they are int16 to it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.int16)(address), generate
+
+
+@intrinsic
+def pointer_like(context: Any, numbers: Any, address: Any) -> Any:
+    """A pointer to numbers at an address that is an int, of the type of those that another pointer leads to."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[1], context.get_value_type(signature.return_type))
+
+    return numbers(numbers, address), generate
+
+
+@intrinsic
 def as_float(context: Any, bits: Any) -> Any:
     """The float32 with these bits."""
 

@@ -1,12 +1,14 @@
-"""Projections that share their input, with what adapters add, and their gradients, as compiled functions in bfloat16.
+"""Projections that share their input, with what adapters add, and their gradients, as compiled functions.
 
     output = W x + bias + s B narrow                           narrow = A x
     input grad = W^T output grad + s A^T narrow grad           narrow grad = B^T output grad
     A grad += s narrow grad x^T                                B grad += s output grad narrow^T
 
-Weights are laid out once as panels (`pairs`), forward and transposed. A block of rows stays in a core's cache while it
-is multiplied with one panel after the other, and sums are rounded once. Without weights, what adapters add is added to
-outputs that are there already. Each projection has a slot of `in_blocks(rank)` columns of narrow.
+Numbers are float32, or bfloat16 that are multiplied in pairs. Weights are laid out once as `panels`, forward and
+transposed: those of float32 projections as bfloat16 or float16 numbers if these represent them. A block of rows stays
+in a core's cache while it is multiplied with one panel after the other, and sums are rounded once. Without weights,
+what adapters add is added to outputs that are there already. Each projection has a slot of `in_blocks(rank)` columns of
+narrow.
 """
 
 from __future__ import annotations
@@ -17,19 +19,29 @@ from typing import Any
 import numpy as np
 from numba import carray, njit  # pyright: ignore[reportAttributeAccessIssue] - it comes by a star
 
-from tinsmith.engine.cpu.pairs import (
+from tinsmith.engine.cpu.panels import (
+    BFLOAT16,
     BLOCK,
-    PANEL_LINE,
     even,
     in_blocks,
     in_panels,
     lay_columns,
     lay_rows,
-    multiply_pairs,
+    multiply,
+    multiply_transposed,
+    multiply_weights,
 )
-from tinsmith.engine.cpu.primitives import atomic_next, c_function, compiled, pointer, void_pointer
-from tinsmith.engine.cpu.rows import add_row, copy_row
-from tinsmith.engine.cpu.tiles import PAIR_COLUMNS, data_of, transpose_block
+from tinsmith.engine.cpu.primitives import (
+    atomic_next,
+    c_function,
+    compiled,
+    half_pointer,
+    pointer,
+    pointer_like,
+    void_pointer,
+)
+from tinsmith.engine.cpu.rows import add_row, copy_row, fill
+from tinsmith.engine.cpu.tiles import TILE_COLUMNS, data_of, pack_line, transpose_rows
 
 CALL = np.dtype(
     [
@@ -39,8 +51,8 @@ CALL = np.dtype(
         ("blocks", "i8"),
         ("block_table", "i8"),  # address of BLOCK_OF_ROWS [blocks]; 0: blocks follow each other, of the first matrix
         ("panels", "i8"),  # that a thread computes at a time
-        ("width", "i8"),  # of the input, a multiple of PAIR_COLUMNS
-        ("inputs", "i8"),  # address of bfloat16 [rows, width], or of their gradients
+        ("width", "i8"),  # of the input, a multiple of TILE_COLUMNS
+        ("inputs", "i8"),  # address of [rows, width], or of their gradients
         ("input_line", "i8"),  # numbers from one row to the next
         ("adds", "i8"),  # whether gradients of the inputs are added to those that are there
         ("sites", "i8"),
@@ -55,10 +67,11 @@ BLOCK_OF_ROWS = np.dtype([("start", "i8"), ("stop", "i8"), ("matrix", "i8")])
 """Rows, and the number of the matrix that they are multiplied with, where a projection has one for each expert."""
 SITE = np.dtype(
     [
-        ("columns", "i8"),  # of the output, a multiple of PAIR_COLUMNS
-        ("weights", "i8"),  # address of bfloat16 panels of each W^T, for gradients of the inputs of W; or 0
-        ("bias", "i8"),  # address of bfloat16 [columns], or 0
-        ("outputs", "i8"),  # address of bfloat16 [rows, columns], or of the gradients of these
+        ("columns", "i8"),  # of the output, a multiple of TILE_COLUMNS
+        ("weights", "i8"),  # address of panels of each W^T, for gradients of the inputs of W; or 0
+        ("storage", "i8"),  # what these are: `panels.AS_FACTORS`, BFLOAT16 or FLOAT16
+        ("bias", "i8"),  # address of [columns], or 0
+        ("outputs", "i8"),  # address of [rows, columns], or of the gradients of these
         ("output_line", "i8"),
     ]
 )
@@ -67,26 +80,26 @@ ADAPTER = np.dtype(
     [
         ("start", "i8"),  # its rows
         ("stop", "i8"),
-        ("rank", "i8"),  # a multiple of 8
+        ("rank", "i8"),  # of bfloat16 a multiple of 8
         ("scale", "f8"),
         ("pair_table", "i8"),  # address of PAIR [sites]
-        ("narrow", "i8"),  # address of bfloat16 [stop - start, line_of(sites, rank)], or 0
+        ("narrow", "i8"),  # address of [stop - start, line_of(sites, rank)], or 0
         ("narrow_grads", "i8"),
     ]
 )
 """An adapter, and the rows that it serves."""
 PAIR = np.dtype(
     [
-        ("a", "i8"),  # address of bfloat16 [rank, width]
+        ("a", "i8"),  # address of [rank, width]
         ("a_line", "i8"),
-        ("b", "i8"),  # address of bfloat16 [columns, rank]
+        ("b", "i8"),  # address of [columns, rank]
         ("b_line", "i8"),
         ("a_grads", "i8"),  # addresses of float32 of these shapes, or 0 of what is not trained here
         ("b_grads", "i8"),
     ]
 )
 """An adapter's matrices of a projection."""
-PART_COLUMNS = 4 * PAIR_COLUMNS
+PART_COLUMNS = 4 * TILE_COLUMNS
 """Columns of an adapter's gradients that a thread computes at a time: it should read some of memory at a place."""
 
 
@@ -153,48 +166,56 @@ def keep_rows(target: Any, place: Any, line: Any, narrow: Any, start: Any, strid
 def widen_rows(sums: Any, numbers: Any, start: Any, line: Any, rows: Any) -> None:
     """Read rows of a panel's columns."""
     for row in range(rows):
-        copy_row(sums, row * PAIR_COLUMNS, numbers, start + row * line, np.float32(1), PAIR_COLUMNS)
+        copy_row(sums, row * TILE_COLUMNS, numbers, start + row * line, np.float32(1), TILE_COLUMNS)
 
 
 @njit(error_model="numpy")
 def round_rows(numbers: Any, start: Any, line: Any, sums: Any, rows: Any) -> None:
     """Write rows of a panel's columns."""
     for row in range(rows):
-        copy_row(numbers, start + row * line, sums, row * PAIR_COLUMNS, np.float32(1), PAIR_COLUMNS)
+        copy_row(numbers, start + row * line, sums, row * TILE_COLUMNS, np.float32(1), TILE_COLUMNS)
 
 
 @njit(error_model="numpy")
 def fill_narrow(call, sites, adapter, panels, narrow, stride, first, low, high, keeps):  # type: ignore[no-untyped-def]
     """Narrow of an adapter's rows low..high, in a block that begins with row `first`."""
     pairs, slot, line = pairs_of(adapter, sites), in_blocks(adapter.rank), line_of(len(sites), adapter.rank)
-    start, width = (low - first) * stride, call.width
+    start, width, inputs = (low - first) * stride, call.width, pointer_like(narrow, call.inputs)
     for number in range(len(sites)):
         pair = pairs[number]
-        lay_columns(panels, number * slot, pointer(pair.a), 0, pair.a_line, width, adapter.rank)
-    for column in range(0, line, PAIR_COLUMNS):  # what is beyond the last slot is not read
-        multiply_pairs(narrow, start + column, stride, pointer(call.inputs), low * call.input_line, call.input_line, 2,
-                       panels, column * width, PANEL_LINE, width, np.float32(1), high - low, 0)  # fmt: skip
+        lay_columns(panels, number * slot, pointer_like(narrow, pair.a), 0, pair.a_line, width, adapter.rank)
+    for column in range(0, line, TILE_COLUMNS):  # what is beyond the last slot is not read
+        multiply(narrow, start + column, stride, inputs, low * call.input_line, call.input_line, panels, column * width,
+                 width, np.float32(1), high - low, 0)  # fmt: skip
     if keeps and adapter.narrow:
-        keep_rows(pointer(adapter.narrow), (low - adapter.start) * line, line, narrow, start, stride, high - low)
+        target = pointer_like(narrow, adapter.narrow)
+        keep_rows(target, (low - adapter.start) * line, line, narrow, start, stride, high - low)
 
 
 @njit(error_model="numpy")
-def start_sums(call, site, sums, column, first, rows, matrix):  # type: ignore[no-untyped-def]
+def start_sums(call, site, sums, like, column, first, rows, matrix):  # type: ignore[no-untyped-def]
     """W x + bias in a panel's columns; the outputs that are there without weights."""
     if not site.weights:
-        widen_rows(sums, pointer(site.outputs), first * site.output_line + column, site.output_line, rows)
+        outputs = pointer_like(like, site.outputs)
+        widen_rows(sums, outputs, first * site.output_line + column, site.output_line, rows)
         return
     if site.bias:
-        widen_rows(sums, pointer(site.bias), column, np.int64(0), rows)
-    multiply_pairs(sums, 0, PAIR_COLUMNS, pointer(call.inputs), first * call.input_line, call.input_line, 2,
-                   pointer(site.weights), (matrix * site.columns + column) * call.width, PANEL_LINE, call.width,
-                   np.float32(1), rows, site.bias != 0)  # fmt: skip
+        widen_rows(sums, pointer_like(like, site.bias), column, np.int64(0), rows)
+    multiply_weights(sums, 0, TILE_COLUMNS, pointer_like(like, call.inputs), first * call.input_line, call.input_line,
+                     site.weights, site.storage, (matrix * site.columns + column) * call.width, call.width, rows,
+                     site.bias != 0)  # fmt: skip
+
+
+def _numbers(kind: str) -> type[Any]:
+    """What numbers are in memory, for an `instructions.Kind`."""
+    return np.float32 if kind == "float32" else np.uint16
 
 
 @cache
-def forward_function() -> Any:
+def forward_function(kind: str) -> Any:
     """A C function of a pointer to a CALL, which lives as long as this object: fills the outputs, or adds to them
     without weights, and fills narrow, unless it is 0."""
+    dtype = _numbers(kind)
 
     @c_function
     def fill_outputs(argument):
@@ -202,10 +223,10 @@ def forward_function() -> Any:
         sites = carray(void_pointer(call.site_table), call.sites, SITE)
         adapters = carray(void_pointer(call.adapter_table), call.adapters, ADAPTER)
         stride = line_of(call.sites, call.rank)
-        sums = np.empty(call.block * PAIR_COLUMNS, np.float32)
-        narrow = np.empty(call.block * stride, np.uint16)
-        a_panels, b_panel = np.empty(stride * call.width, np.uint16), np.empty(call.rank * PAIR_COLUMNS, np.uint16)
-        panels = total_columns(sites) // PAIR_COLUMNS
+        sums = np.empty(call.block * TILE_COLUMNS, np.float32)
+        narrow = np.empty(call.block * stride, dtype)
+        a_panels, b_panel = np.empty(stride * call.width, dtype), np.empty(call.rank * TILE_COLUMNS, dtype)
+        panels = total_columns(sites) // TILE_COLUMNS
         groups, prepared = (panels + call.panels - 1) // call.panels, -1
         part = atomic_next(argument)
         while part < groups * call.blocks:
@@ -217,25 +238,25 @@ def forward_function() -> Any:
                     adapter = adapters[number]
                     fill_narrow(call, sites, adapter, data_of(a_panels), data_of(narrow), stride, first,
                                 max(first, adapter.start), min(last, adapter.stop), group == 0)  # fmt: skip
-            number, column = 0, group * call.panels * PAIR_COLUMNS
+            number, column = 0, group * call.panels * TILE_COLUMNS
             for _ in range(min(call.panels, panels - group * call.panels)):
                 while column >= sites[number].columns:
                     column -= sites[number].columns
                     number += 1
                 site = sites[number]
-                start_sums(call, site, data_of(sums), column, first, last - first, matrix)
+                start_sums(call, site, data_of(sums), data_of(narrow), column, first, last - first, matrix)
                 for at in range(own, end):
                     adapter = adapters[at]
                     pair = pairs_of(adapter, sites)[number]
                     low, high, rank = max(first, adapter.start), min(last, adapter.stop), adapter.rank
-                    lay_columns(data_of(b_panel), 0, pointer(pair.b), column * pair.b_line, pair.b_line, rank,
-                                PAIR_COLUMNS)  # fmt: skip
-                    multiply_pairs(data_of(sums), (low - first) * PAIR_COLUMNS, PAIR_COLUMNS, data_of(narrow),
-                                   (low - first) * stride + number * in_blocks(rank), stride, 2, data_of(b_panel), 0,
-                                   PANEL_LINE, rank, np.float32(adapter.scale), high - low, 1)  # fmt: skip
-                round_rows(pointer(site.outputs), first * site.output_line + column, site.output_line, data_of(sums),
-                           last - first)  # fmt: skip
-                column += PAIR_COLUMNS
+                    lay_columns(data_of(b_panel), 0, pointer_like(data_of(narrow), pair.b), column * pair.b_line,
+                                pair.b_line, rank, TILE_COLUMNS)  # fmt: skip
+                    multiply(data_of(sums), (low - first) * TILE_COLUMNS, TILE_COLUMNS, data_of(narrow),
+                             (low - first) * stride + number * in_blocks(rank), stride, data_of(b_panel), 0, rank,
+                             np.float32(adapter.scale), high - low, 1)  # fmt: skip
+                round_rows(pointer_like(data_of(narrow), site.outputs), first * site.output_line + column,
+                           site.output_line, data_of(sums), last - first)  # fmt: skip
+                column += TILE_COLUMNS
             part = atomic_next(argument)
 
     return fill_outputs
@@ -243,9 +264,8 @@ def forward_function() -> Any:
 
 @njit(error_model="numpy")
 def lay_zeros(panel: Any, first: Any, last: Any) -> None:
-    """Zeros from a pair to another one of a panel."""
-    for i in range(first * PANEL_LINE, last * PANEL_LINE):
-        panel[i] = 0
+    """Zeros in a panel from an even number of its depth to another one."""
+    fill(panel, first * TILE_COLUMNS, last * TILE_COLUMNS, np.float32(0))
 
 
 @njit(error_model="numpy")
@@ -255,50 +275,52 @@ def fill_narrow_grads(sites, adapter, panel, narrow_grads, stride, first, low, h
     slot, line = in_blocks(rank), line_of(len(sites), rank)
     for number in range(len(sites)):
         site, pair = sites[number], pairs[number]
-        for column in range(0, rank, PAIR_COLUMNS):  # what one writes beyond its slot, the next ones overwrite
-            if rank - column < PAIR_COLUMNS:
-                lay_zeros(panel, 0, site.columns // 2)
-            lay_rows(panel, 0, PANEL_LINE, pointer(pair.b), column, pair.b_line, site.columns,
-                     min(PAIR_COLUMNS, rank - column))  # fmt: skip
-            multiply_pairs(narrow_grads, start + number * slot + column, stride, pointer(site.outputs),
-                           low * site.output_line, site.output_line, 2, panel, 0, PANEL_LINE, site.columns,
-                           np.float32(1), high - low, 0)  # fmt: skip
+        for column in range(0, rank, TILE_COLUMNS):  # what one writes beyond its slot, the next ones overwrite
+            if rank - column < TILE_COLUMNS:
+                lay_zeros(panel, 0, site.columns)
+            lay_rows(panel, 0, TILE_COLUMNS, pointer_like(panel, pair.b), column, pair.b_line, site.columns,
+                     min(TILE_COLUMNS, rank - column))  # fmt: skip
+            multiply(narrow_grads, start + number * slot + column, stride, pointer_like(panel, site.outputs),
+                     low * site.output_line, site.output_line, panel, 0, site.columns, np.float32(1), high - low,
+                     0)  # fmt: skip
     if keeps and adapter.narrow_grads:
-        keep_rows(pointer(adapter.narrow_grads), (low - adapter.start) * line, line, narrow_grads, start, stride,
-                  high - low)  # fmt: skip
+        target = pointer_like(panel, adapter.narrow_grads)
+        keep_rows(target, (low - adapter.start) * line, line, narrow_grads, start, stride, high - low)
 
 
 @njit(error_model="numpy")
-def start_grads(call, sites, sums, column, first, rows, matrix):  # type: ignore[no-untyped-def]
+def start_grads(call, sites, sums, like, column, first, rows, matrix):  # type: ignore[no-untyped-def]
     """W^T output grad of all sites in a panel's columns, with the gradients that are there."""
     added = call.adds
     if added:
-        widen_rows(sums, pointer(call.inputs), first * call.input_line + column, call.input_line, rows)
+        inputs = pointer_like(like, call.inputs)
+        widen_rows(sums, inputs, first * call.input_line + column, call.input_line, rows)
     for site in sites:
         if not site.weights:
             continue
-        multiply_pairs(sums, 0, PAIR_COLUMNS, pointer(site.outputs), first * site.output_line, site.output_line, 2,
-                       pointer(site.weights), (matrix * call.width + column) * site.columns, PANEL_LINE, site.columns,
-                       np.float32(1), rows, added)  # fmt: skip
+        multiply_weights(sums, 0, TILE_COLUMNS, pointer_like(like, site.outputs), first * site.output_line,
+                         site.output_line, site.weights, site.storage, (matrix * call.width + column) * site.columns,
+                         site.columns, rows, added)  # fmt: skip
         added = 1
 
 
 @cache
-def backward_function() -> Any:
+def backward_function(kind: str) -> Any:
     """A C function of a pointer to a CALL, which lives as long as this object: fills the gradients of the inputs, or
     adds to them, and fills those of narrow, unless they are 0."""
+    dtype = _numbers(kind)
 
     @c_function
     def fill_input_grads(argument):
         call = carray(argument, 1, CALL)[0]
         sites = carray(void_pointer(call.site_table), call.sites, SITE)
         adapters = carray(void_pointer(call.adapter_table), call.adapters, ADAPTER)
-        stride = line_of(call.sites, call.rank) + PAIR_COLUMNS
-        sums = np.empty(call.block * PAIR_COLUMNS, np.float32)
-        narrow_grads = np.empty(call.block * stride, np.uint16)
-        b_panel = np.empty(most_columns(sites) * PAIR_COLUMNS if call.adapters else 0, np.uint16)
-        a_panel = np.empty(call.sites * in_blocks(call.rank) * PAIR_COLUMNS, np.uint16)
-        panels = call.width // PAIR_COLUMNS
+        stride = line_of(call.sites, call.rank) + TILE_COLUMNS
+        sums = np.empty(call.block * TILE_COLUMNS, np.float32)
+        narrow_grads = np.empty(call.block * stride, dtype)
+        b_panel = np.empty(most_columns(sites) * TILE_COLUMNS if call.adapters else 0, dtype)
+        a_panel = np.empty(call.sites * in_blocks(call.rank) * TILE_COLUMNS, dtype)
+        panels = call.width // TILE_COLUMNS
         groups, prepared = (panels + call.panels - 1) // call.panels, -1
         part = atomic_next(argument)
         while part < groups * call.blocks:
@@ -311,22 +333,23 @@ def backward_function() -> Any:
                     fill_narrow_grads(sites, adapter, data_of(b_panel), data_of(narrow_grads), stride, first,
                                       max(first, adapter.start), min(last, adapter.stop), group == 0)  # fmt: skip
             for panel in range(group * call.panels, min((group + 1) * call.panels, panels)):
-                column = panel * PAIR_COLUMNS
-                start_grads(call, sites, data_of(sums), column, first, last - first, matrix)
+                column = panel * TILE_COLUMNS
+                start_grads(call, sites, data_of(sums), data_of(a_panel), column, first, last - first, matrix)
                 for at in range(own, end):
                     adapter = adapters[at]
                     pairs, rank, slot = pairs_of(adapter, sites), adapter.rank, in_blocks(adapter.rank)
                     low, high = max(first, adapter.start), min(last, adapter.stop)
                     for number in range(call.sites):
                         pair = pairs[number]
-                        lay_rows(data_of(a_panel), number * slot * PAIR_COLUMNS, PANEL_LINE, pointer(pair.a), column,
-                                 pair.a_line, rank, PAIR_COLUMNS)  # fmt: skip
-                        lay_zeros(data_of(a_panel), (number * slot + rank) // 2, (number + 1) * slot // 2)
-                    multiply_pairs(data_of(sums), (low - first) * PAIR_COLUMNS, PAIR_COLUMNS, data_of(narrow_grads),
-                                   (low - first) * stride, stride, 2, data_of(a_panel), 0, PANEL_LINE,
-                                   call.sites * slot, np.float32(adapter.scale), high - low, 1)  # fmt: skip
-                round_rows(pointer(call.inputs), first * call.input_line + column, call.input_line, data_of(sums),
-                           last - first)  # fmt: skip
+                        lay_rows(data_of(a_panel), number * slot * TILE_COLUMNS, TILE_COLUMNS,
+                                 pointer_like(data_of(a_panel), pair.a), column, pair.a_line, rank,
+                                 TILE_COLUMNS)  # fmt: skip
+                        lay_zeros(data_of(a_panel), number * slot + even(rank), (number + 1) * slot)
+                    multiply(data_of(sums), (low - first) * TILE_COLUMNS, TILE_COLUMNS, data_of(narrow_grads),
+                             (low - first) * stride, stride, data_of(a_panel), 0, call.sites * slot,
+                             np.float32(adapter.scale), high - low, 1)  # fmt: skip
+                round_rows(pointer_like(data_of(a_panel), call.inputs), first * call.input_line + column,
+                           call.input_line, data_of(sums), last - first)  # fmt: skip
             part = atomic_next(argument)
 
     return fill_input_grads
@@ -334,41 +357,42 @@ def backward_function() -> Any:
 
 @njit(error_model="numpy")
 def add_transposed(target: Any, start: Any, numbers: Any, scratch: Any, rank: Any) -> None:
-    """Add numbers [in_blocks(rank), PAIR_COLUMNS], transposed, to target [PAIR_COLUMNS, rank]."""
+    """Add numbers [in_blocks(rank), TILE_COLUMNS], transposed, to target [TILE_COLUMNS, rank]."""
     for row in range(in_blocks(rank) - BLOCK, -1, -BLOCK):  # what one writes beyond the rank, the next ones overwrite
-        for column in range(0, PAIR_COLUMNS, BLOCK):
-            transpose_block(scratch, column * rank + row, rank, numbers, row * PAIR_COLUMNS + column, PAIR_COLUMNS)
-    add_row(target, start, scratch, 0, rank * PAIR_COLUMNS)
+        for column in range(0, TILE_COLUMNS, BLOCK):
+            transpose_rows(scratch, column * rank + row, rank, numbers, row * TILE_COLUMNS + column, TILE_COLUMNS,
+                           np.int64(BLOCK), BLOCK)  # fmt: skip
+    add_row(target, start, scratch, 0, rank * TILE_COLUMNS)
 
 
 @njit(error_model="numpy")
 def add_a_grads(call, sites, adapter, column, columns, narrow_grads, panel):  # type: ignore[no-untyped-def]
-    """Add to some columns of the gradients of A of all sites; narrow_grads in pairs of rows."""
+    """Add to some columns of the gradients of A of all sites; narrow_grads as `lay_rows` lays rows out."""
     rows, rank, line = adapter.stop - adapter.start, adapter.rank, line_of(call.sites, adapter.rank)
     pairs = pairs_of(adapter, sites)
     if not pairs[0].a_grads:
         return
-    lay_rows(panel, 0, 2 * columns, pointer(call.inputs), adapter.start * call.input_line + column, call.input_line,
-             rows, columns)  # fmt: skip
+    lay_rows(panel, 0, columns, pointer_like(panel, call.inputs), adapter.start * call.input_line + column,
+             call.input_line, rows, columns)  # fmt: skip
     for number in range(call.sites):
-        for own in range(0, columns, PAIR_COLUMNS):
-            multiply_pairs(pointer(np.float64(pairs[number].a_grads)), column + own, call.width, narrow_grads,
-                           2 * number * in_blocks(rank), 2, 2 * line, panel, 2 * own, 2 * columns, even(rows),
-                           np.float32(adapter.scale), rank, 1)  # fmt: skip
+        for own in range(0, columns, TILE_COLUMNS):
+            multiply_transposed(pointer(np.float64(pairs[number].a_grads)), column + own, call.width, narrow_grads,
+                                number * in_blocks(rank), line, panel, own, columns, even(rows),
+                                np.float32(adapter.scale), rank, 1)  # fmt: skip
 
 
 @njit(error_model="numpy")
 def add_b_grads(call, sites, adapter, number, column, columns, narrow, panel, sums, scratch):  # type: ignore[no-untyped-def]
-    """Add to some rows of the gradients of B of a site; narrow in pairs of rows."""
+    """Add to some rows of the gradients of B of a site; narrow as `lay_rows` lays rows out."""
     rows, rank, line = adapter.stop - adapter.start, adapter.rank, line_of(call.sites, adapter.rank)
     site, grads = sites[number], pairs_of(adapter, sites)[number].b_grads
     if not grads:
         return
-    lay_rows(panel, 0, 2 * columns, pointer(site.outputs), adapter.start * site.output_line + column, site.output_line,
-             rows, columns)  # fmt: skip
-    for own in range(0, columns, PAIR_COLUMNS):
-        multiply_pairs(sums, 0, PAIR_COLUMNS, narrow, 2 * number * in_blocks(rank), 2, 2 * line, panel, 2 * own,
-                       2 * columns, even(rows), np.float32(adapter.scale), rank, 0)  # fmt: skip
+    lay_rows(panel, 0, columns, pointer_like(panel, site.outputs), adapter.start * site.output_line + column,
+             site.output_line, rows, columns)  # fmt: skip
+    for own in range(0, columns, TILE_COLUMNS):
+        multiply_transposed(sums, 0, TILE_COLUMNS, narrow, number * in_blocks(rank), line, panel, own, columns,
+                            even(rows), np.float32(adapter.scale), rank, 0)  # fmt: skip
         add_transposed(pointer(np.float64(grads)), (column + own) * rank, sums, scratch, rank)
 
 
@@ -379,9 +403,10 @@ def parts_of(columns: Any) -> Any:
 
 
 @cache
-def gradient_function() -> Any:
+def gradient_function(kind: str) -> Any:
     """A C function of a pointer to a CALL, which lives as long as this object: adds to the gradients of A and B of the
     adapters that have some."""
+    dtype = _numbers(kind)
 
     @c_function
     def add_gradients(argument):
@@ -396,11 +421,12 @@ def gradient_function() -> Any:
             if part < end:
                 depth, slot = even(adapter.stop - adapter.start), in_blocks(adapter.rank)
                 line, rows = line_of(call.sites, adapter.rank), adapter.stop - adapter.start
-                panel, sums = np.empty(depth * PART_COLUMNS, np.uint16), np.zeros(slot * PAIR_COLUMNS, np.float32)
-                scratch = np.empty((slot + 1) * PAIR_COLUMNS, np.float32)
-                narrow, narrow_grads = np.empty(depth * line, np.uint16), np.empty(depth * line, np.uint16)
-                lay_rows(data_of(narrow), 0, 2 * line, pointer(adapter.narrow), 0, line, rows, line)
-                lay_rows(data_of(narrow_grads), 0, 2 * line, pointer(adapter.narrow_grads), 0, line, rows, line)
+                panel, sums = np.empty(depth * PART_COLUMNS, dtype), np.zeros(slot * TILE_COLUMNS, np.float32)
+                scratch = np.empty((slot + 1) * TILE_COLUMNS, np.float32)
+                narrow, narrow_grads = np.empty(depth * line, dtype), np.empty(depth * line, dtype)
+                lay_rows(data_of(narrow), 0, line, pointer_like(data_of(panel), adapter.narrow), 0, line, rows, line)
+                lay_rows(data_of(narrow_grads), 0, line, pointer_like(data_of(panel), adapter.narrow_grads), 0, line,
+                         rows, line)  # fmt: skip
                 while part < end:
                     own, number = part - before, 0
                     if own < of_inputs:
@@ -424,18 +450,48 @@ def gradient_function() -> Any:
 
 @compiled
 def lay_weights(panels, weights, stride, depth, columns):
-    """Panels [columns / PAIR_COLUMNS, depth / 2, PAIR_COLUMNS, 2] of W [columns, depth]; at addresses."""
+    """Panels [columns / TILE_COLUMNS, depth, TILE_COLUMNS] of W [columns, depth]; at addresses (`pointer`)."""
     lay_columns(pointer(panels), 0, pointer(weights), 0, stride, depth, columns)
 
 
 @compiled
 def lay_transposed(panels, weights, stride, depth, columns):
     """The same of W^T, with W [depth, columns]."""
-    for column in range(0, columns, PAIR_COLUMNS):
-        lay_rows(pointer(panels), column * depth, PANEL_LINE, pointer(weights), column, stride, depth, PAIR_COLUMNS)
+    for column in range(0, columns, TILE_COLUMNS):
+        lay_rows(pointer(panels), column * depth, TILE_COLUMNS, pointer(weights), column, stride, depth, TILE_COLUMNS)
 
 
-def compile_layouts() -> None:
+@compiled
+def pack_weights(panels, weights, stride, depth, columns, storage):
+    """`lay_weights` of float32 numbers, as `panels` stores them. Returns bits that are 0 if they are the same then."""
+    panel, lost = np.empty(depth * TILE_COLUMNS, np.float32), np.uint32(0)
+    for column in range(0, columns, TILE_COLUMNS):
+        lay_columns(data_of(panel), 0, pointer(weights), column * stride, stride, depth, TILE_COLUMNS)
+        for k in range(0, depth * TILE_COLUMNS, TILE_COLUMNS):
+            if storage == BFLOAT16:
+                lost |= pack_line(pointer(panels), column * depth + k, data_of(panel), k)
+            else:
+                lost |= pack_line(half_pointer(panels), column * depth + k, data_of(panel), k)
+    return lost
+
+
+@compiled
+def pack_transposed(panels, weights, stride, depth, columns, storage):
+    """`lay_transposed` of float32 numbers, as `panels` stores them."""
+    for column in range(0, columns, TILE_COLUMNS):
+        for k in range(depth):
+            place, start = column * depth + k * TILE_COLUMNS, column + k * stride
+            if storage == BFLOAT16:
+                pack_line(pointer(panels), place, pointer(weights), start)
+            else:
+                pack_line(half_pointer(panels), place, pointer(weights), start)
+
+
+def compile_layouts(kind: str) -> None:
     """Compile what lays weights out."""
-    for function in (lay_weights, lay_transposed):
-        function(0, 0, 0, 0, 0)
+    if kind == "float32":
+        for function in (pack_weights, pack_transposed):
+            function(0, 0.0, 0, 0, 0, 0)
+    else:
+        for function in (lay_weights, lay_transposed):
+            function(0, 0, 0, 0, 0)

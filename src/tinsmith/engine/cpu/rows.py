@@ -70,7 +70,7 @@ def mask_row(numbers: Any, at: Any, visible: Any, first: Any, count: Any) -> Non
 def softmax_row(context: Any, numbers: Any, at: Any, count: Any, like: Any, target: Any) -> Any:
     """The softmax of `count` float32, a multiple of LANES, both rounded to the dtype of a pointer, stored at the same
     place of a target, which may be the numbers. A target of bfloat16 gets the second number of each pair before the
-    first one, as `pairs.lay_in_order` has it.
+    first one, as `panels.lay_in_order` has it.
 
     All results are NaN if any number is. With pairs of bfloat16 numbers, they do not depend on where the numbers are
     in the row, nor on how many of them are -inf.

@@ -13,16 +13,19 @@ from numba.extending import intrinsic
 
 from tinsmith.engine.cpu.primitives import BITS
 from tinsmith.engine.cpu.vectors import (
+    FLOAT,
     HAS_32_REGISTERS,
     INT64,
     LANES,
     add_pairs,
     as_pairs,
     bits_at,
+    bring_nearer,
     broadcast,
     constant,
     fma,
     folded,
+    halves_at,
     index,
     lanes_in,
     loop,
@@ -30,9 +33,12 @@ from tinsmith.engine.cpu.vectors import (
     pair_at,
     pairs_at,
     put_bits,
+    put_halves,
+    put_words,
     read,
     shuffled,
     transposed,
+    words_at,
     write,
 )
 
@@ -45,9 +51,7 @@ TILE_VECTORS = 2
 TILE_COLUMNS = TILE_VECTORS * LANES
 """Sizes of the tiles of matrices."""
 PAIR_ROWS = 8
-PAIR_VECTORS = 2
-PAIR_COLUMNS = PAIR_VECTORS * 16
-"""Sizes of the tiles of bfloat16 matrices. Of 10 or 12 rows LLVM keeps some sums in memory."""
+"""Rows of the tiles of bfloat16 matrices. Of 10 or 12 rows LLVM keeps some sums in memory."""
 
 
 @intrinsic
@@ -100,34 +104,57 @@ def product_tile(
 
 
 @of_constants
-def pair_tile(
+def panel_tile(
     context: Any, outputs: Any, place: Any, line: Any, left: Any, first: Any, left_line: Any, left_step: Any,
-    right: Any, start: Any, right_line: Any, depth: Any, factor: Any, rows: Any, adds: Any,
+    right: Any, start: Any, right_line: Any, depth: Any, factor: Any, rows: Any, adds: Any, ahead: Any,
 ) -> Any:  # fmt: skip
-    """outputs[place + r line + c] = `factor` times the sum over k < `depth`, which is even, of left[first + r left_line
-    + k / 2 left_step + k % 2] times right[start + k / 2 right_line + 2 c + k % 2], or plus it if `adds` is not 0, of
-    `rows` rows and PAIR_COLUMNS columns. Both sides are bfloat16, sums are float32."""
+    """outputs[place + r line + c] = `factor` times the sum over k < `depth` of left[r, k] right[k, c], or plus it if
+    `adds` is not 0, of `rows` rows and TILE_COLUMNS columns. Sums are float32.
+
+    Numbers of the left side that are float32 are at first + r left_line + k left_step, and those of the right side at
+    start + k right_line + c, or there as bfloat16 numbers in words (`words_at`) or as float16 ones. If both sides are
+    bfloat16, two numbers of the depth are side by side: at first + r left_line + k / 2 left_step + k % 2 and start + k
+    / 2 right_line + 2 c + k % 2, and depth is even. Numbers of the right side that are `ahead` bytes after those that
+    are multiplied are brought into the first cache, unless it is 0.
+    """
+    multiplies_pairs = left.dtype == types.uint16
+    is_float16 = right.dtype == types.int16
+
+    def read_line(builder: Any, pointer: Any, at: Any) -> list[Any]:
+        if pointer.type.pointee != FLOAT and not is_float16:
+            return words_at(builder, pointer, at)
+        reads = halves_at if is_float16 else read
+        return [reads(builder, pointer, index(builder, at, LANES * v)) for v in range(TILE_VECTORS)]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         (outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, factor, _,
-         adds) = arguments  # fmt: skip
+         adds, _) = arguments  # fmt: skip
         lines = [builder.add(place, builder.mul(line, INT64(r))) for r in range(rows.literal_value)]
-        flat = [index(builder, own, 16 * v) for own in lines for v in range(PAIR_VECTORS)]
+        flat = [index(builder, own, LANES * v) for own in lines for v in range(TILE_VECTORS)]
         firsts = [builder.add(first, builder.mul(left_line, INT64(r))) for r in range(rows.literal_value)]
 
         def body(k: Any, sums: Any) -> Any:
             at, step = builder.add(start, builder.mul(k, right_line)), builder.mul(k, left_step)
-            vectors = [pairs_at(builder, right, index(builder, at, 32 * v)) for v in range(PAIR_VECTORS)]
-            factors = (pair_at(builder, left, builder.add(own, step)) for own in firsts)
+            own = [builder.add(place, step) for place in firsts]
+            if ahead.literal_value:
+                bring_nearer(builder, right, at, ahead.literal_value, TILE_COLUMNS * (2 if multiplies_pairs else 1), 0)
+            if multiplies_pairs:
+                vectors = [pairs_at(builder, right, index(builder, at, 2 * LANES * v)) for v in range(TILE_VECTORS)]
+                factors = (pair_at(builder, left, place) for place in own)
+            else:
+                vectors = read_line(builder, right, at)
+                factors = (broadcast(builder, builder.load(builder.gep(left, [place]))) for place in own)
             pairs = ((factor, vector) for factor in factors for vector in vectors)
-            return [add_pairs(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
+            add = add_pairs if multiplies_pairs else fma
+            return [add(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
-        sums = loop(builder, builder.ashr(depth, INT64(1)), 1, [constant(0.0, 16)] * len(flat), body)
-        factors = broadcast(builder, factor, 16)
+        steps = builder.ashr(depth, INT64(1)) if multiplies_pairs else depth
+        sums = loop(builder, steps, 1, [constant(0.0)] * len(flat), body)
+        factors = broadcast(builder, factor)
         with builder.if_else(builder.icmp_signed("!=", adds, INT64(0))) as (adding, filling):
             with adding:
                 for at, total in zip(flat, sums, strict=True):
-                    write(builder, outputs, at, fma(builder, total, factors, read(builder, outputs, at, 16)))
+                    write(builder, outputs, at, fma(builder, total, factors, read(builder, outputs, at)))
             with filling:
                 for at, total in zip(flat, sums, strict=True):
                     write(builder, outputs, at, builder.fmul(total, factors))
@@ -135,8 +162,28 @@ def pair_tile(
 
     whole = types.int64
     return types.void(
-        outputs, whole, whole, left, whole, whole, whole, right, whole, whole, whole, types.float32, rows, whole
+        outputs, whole, whole, left, whole, whole, whole, right, whole, whole, whole, types.float32, rows, whole, ahead
     ), generate
+
+
+@intrinsic
+def pack_line(context: Any, outputs: Any, place: Any, numbers: Any, start: Any) -> Any:
+    """Write TILE_COLUMNS float32 as bfloat16 numbers in words (`words_at`), or as float16 ones (`half_pointer`).
+    Returns bits that are 0 if the numbers are the same then."""
+    is_float16 = outputs.dtype == types.int16
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        outputs, place, numbers, start = arguments
+        places = [index(builder, start, LANES * v) for v in range(TILE_VECTORS)]
+        vectors = [read(builder, numbers, at) for at in places]
+        if not is_float16:
+            return put_words(builder, outputs, place, *vectors)
+        lost = [
+            put_halves(builder, outputs, index(builder, place, LANES * v), vector) for v, vector in enumerate(vectors)
+        ]
+        return builder.or_(*lost)
+
+    return types.uint32(outputs, types.int64, numbers, types.int64), generate
 
 
 @of_constants
@@ -160,7 +207,7 @@ def pair_rows(context: Any, outputs: Any, place: Any, numbers: Any, start: Any, 
 def pair_columns(
     context: Any, outputs: Any, place: Any, numbers: Any, start: Any, stride: Any, last: Any, columns: Any, depth: Any
 ) -> Any:  # fmt: skip
-    """outputs[place + k / 2 2 PAIR_COLUMNS + 2 c + k % 2] = numbers[start + min(c, last) stride + k] of bfloat16
+    """outputs[place + k / 2 2 TILE_COLUMNS + 2 c + k % 2] = numbers[start + min(c, last) stride + k] of bfloat16
     numbers, for 16 columns c, of which those from `columns` on are zeros, and `depth` numbers k: 32, 16 or 8."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -175,28 +222,35 @@ def pair_columns(
         pairs = [builder.bitcast(row, ir.VectorType(BITS, 16)) for row in wide]
         pairs += [ir.Constant(ir.VectorType(BITS, 16), [0] * 16)] * (16 - len(pairs))
         for k, vector in enumerate(transposed(builder, pairs)[: count // 2]):
-            put_bits(builder, outputs, index(builder, place, 2 * PAIR_COLUMNS * k), vector)
+            put_bits(builder, outputs, index(builder, place, 2 * TILE_COLUMNS * k), vector)
         return context.get_dummy_value()
 
     whole = types.int64
     return types.void(outputs, whole, numbers, whole, whole, whole, columns, depth), generate
 
 
-@intrinsic
-def transpose_block(
-    context: Any, outputs: Any, place: Any, line: Any, numbers: Any, start: Any, stride: Any
+@of_constants
+def transpose_rows(
+    context: Any, outputs: Any, place: Any, line: Any, numbers: Any, start: Any, stride: Any, count: Any, columns: Any
 ) -> Any:  # fmt: skip
-    """outputs[place + c line + r] = numbers[start + r stride + c] of LANES rows and columns."""
+    """outputs[place + c line + r] = numbers[start + r stride + c] of LANES rows, of which those from `count` on are
+    zeros, and LANES or fewer columns."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        outputs, place, line, numbers, start, stride = arguments
-        rows = [read(builder, numbers, builder.add(start, builder.mul(stride, INT64(r)))) for r in range(LANES)]
-        for c, vector in enumerate(transposed(builder, rows)):
+        outputs, place, line, numbers, start, stride, count, _ = arguments
+        size, rows, zeros = columns.literal_value, [], constant(0.0)
+        for r in range(LANES):
+            is_there = builder.icmp_signed("<", INT64(r), count)
+            at = builder.mul(stride, builder.select(is_there, INT64(r), INT64(0)))
+            row = read(builder, numbers, builder.add(start, at), size)
+            row = shuffled(builder, row, row, [c % size for c in range(LANES)])
+            rows.append(builder.select(is_there, row, zeros))
+        for c, vector in enumerate(transposed(builder, rows)[:size]):
             write(builder, outputs, builder.add(place, builder.mul(line, INT64(c))), vector)
         return context.get_dummy_value()
 
     whole = types.int64
-    return types.void(outputs, whole, whole, numbers, whole, whole), generate
+    return types.void(outputs, whole, whole, numbers, whole, whole, whole, columns), generate
 
 
 @of_constants
@@ -306,13 +360,7 @@ def prefetch(context: Any, numbers: Any, at: Any, count: Any) -> Any:
     """Bring `count` numbers into the second cache of the core."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        signature = ir.FunctionType(ir.VoidType(), [byte, BITS, BITS, BITS])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], signature)
-        first = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), byte)
-        for line in range(0, count.literal_value * numbers.dtype.bitwidth // 8, 64):
-            # of data to be read, into the second level
-            builder.call(function, [builder.gep(first, [INT64(line)]), BITS(0), BITS(2), BITS(1)])
+        bring_nearer(builder, arguments[0], arguments[1], 0, count.literal_value, 1)
         return context.get_dummy_value()
 
     return types.void(numbers, types.int64, count), generate

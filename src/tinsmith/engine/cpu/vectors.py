@@ -167,6 +167,37 @@ def put_bits(builder: Any, pointer: Any, at: Any, vector: Any) -> None:
     builder.store(vector, builder.bitcast(builder.gep(pointer, [at]), vector.type.as_pointer()), align=2)
 
 
+def words_at(builder: Any, pointer: Any, at: Any) -> list[Any]:
+    """Two vectors of float32 from bfloat16 numbers: word i has the i-th of the first in its lower half, that of the
+    second in its upper half."""
+    words = builder.bitcast(bits_at(builder, pointer, at, 2 * LANES), _bits(LANES))
+    halves = builder.shl(words, _whole(16, LANES)), builder.and_(words, _whole(0xFFFF0000, LANES))
+    return [builder.bitcast(half, ir.VectorType(FLOAT, LANES)) for half in halves]
+
+
+def put_words(builder: Any, pointer: Any, at: Any, first: Any, second: Any) -> Any:
+    """Store two vectors of float32 as `words_at` reads them. Returns the bits of all numbers that bfloat16 lacks."""
+    lower, upper = (builder.bitcast(vector, _bits(LANES)) for vector in (first, second))
+    words = builder.or_(builder.lshr(lower, _whole(16, LANES)), builder.and_(upper, _whole(0xFFFF0000, LANES)))
+    put_bits(builder, pointer, at, words)
+    rest = builder.and_(builder.or_(lower, upper), _whole(0xFFFF, LANES))
+    return folded(builder, rest, builder.or_)
+
+
+def halves_at(builder: Any, pointer: Any, at: Any) -> Any:
+    """A vector of float32 from float16 numbers."""
+    halves = builder.bitcast(bits_at(builder, pointer, at, LANES), _HALVES)
+    return builder.fpext(halves, ir.VectorType(FLOAT, LANES))
+
+
+def put_halves(builder: Any, pointer: Any, at: Any, vector: Any) -> Any:
+    """Store a vector of float32 as float16 numbers. Returns the bits of all numbers that change by this."""
+    halves = builder.fptrunc(vector, _HALVES)
+    put_bits(builder, pointer, at, builder.bitcast(halves, ir.VectorType(ir.IntType(16), LANES)))
+    before, after = (builder.bitcast(each, _bits(LANES)) for each in (vector, builder.fpext(halves, vector.type)))
+    return folded(builder, builder.xor(before, after), builder.or_)
+
+
 def pairs_at(builder: Any, pointer: Any, at: Any) -> Any:
     """32 bfloat16 numbers."""
     return as_pairs(builder, bits_at(builder, pointer, at, 32))
@@ -190,6 +221,16 @@ def add_pairs(builder: Any, left: Any, right: Any, total: Any) -> Any:
     signature = ir.FunctionType(vector, [vector, _PAIRS, _PAIRS])
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
     return builder.call(builder.module.declare_intrinsic(name, (), signature), [total, left, right])
+
+
+def bring_nearer(builder: Any, pointer: Any, at: Any, ahead: int, count: int, level: int) -> None:
+    """Bring `count` numbers that are `ahead` bytes after one into the core's first cache (`level` 0) or second (1)."""
+    byte, size = ir.IntType(8).as_pointer(), 4 if pointer.type.pointee == FLOAT else 2
+    signature = ir.FunctionType(ir.VoidType(), [byte, BITS, BITS, BITS])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [byte], signature)
+    first = builder.bitcast(builder.gep(pointer, [at]), byte)
+    for line in range(ahead, ahead + count * size, 64):  # data to be read
+        builder.call(function, [builder.gep(first, [INT64(line)]), BITS(0), BITS(3 - level), BITS(1)])
 
 
 def loop(
@@ -231,6 +272,7 @@ class _BFloat(ir.types.Type):
 
 
 _PAIRS = ir.VectorType(_BFloat(), 32)
+_HALVES = ir.VectorType(ir.HalfType(), LANES)
 
 
 def _vector_at(builder: Any, pointer: Any, at: Any, lanes: int) -> Any:

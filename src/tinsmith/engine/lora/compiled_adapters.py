@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from tinsmith.engine.cpu.instructions import has_pair_products
+from tinsmith.engine.cpu.instructions import panel_kind
 from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair, PlacedAdapter
 from tinsmith.engine.lora.adapter_groups import AdapterGroups, AdapterSlice
 from tinsmith.engine.lora.compiled_projections import (
@@ -29,14 +29,14 @@ from tinsmith.engine.lora.compiled_projections import (
 log = logging.getLogger(__name__)
 
 MULTIPLE_RANK = 8
-"""What ranks must be multiples of."""
+"""What ranks of bfloat16 adapters must be multiples of."""
 CHECK_POSITIONS = 77
-TOLERANCE = 3e-2
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 """Error of results in the check, by the largest of them: bfloat16 rounds to 1/256 of a number, and more than once."""
 
 
 class CompiledAdapters:
-    """Adapters of the same modules in bfloat16, each at its packed positions."""
+    """Adapters of the same modules, each at its packed positions."""
 
     def __init__(self, placed: Sequence[PlacedAdapter]) -> None:
         self._placed = tuple(sorted(placed, key=lambda entry: entry[1]))
@@ -117,16 +117,21 @@ def compiled_groups(placed: Sequence[PlacedAdapter]) -> tuple[list[CompiledAdapt
 def fits(weights: AdapterWeights) -> bool:
     """Whether compiled functions compute adapters of this rank."""
     first = next(iter(weights.pairs.values()), None)
-    return first is not None and first.a.shape[-2] % MULTIPLE_RANK == 0
+    return first is not None and is_rank(first.a.shape[-2], first.a.dtype)
+
+
+def is_rank(rank: int, dtype: torch.dtype) -> bool:
+    """Whether compiled functions compute adapters of this rank and dtype."""
+    return dtype == torch.float32 or rank % MULTIPLE_RANK == 0
 
 
 def work_on(device: torch.device, dtype: torch.dtype, widths: Iterable[int] = ()) -> bool:
     """Whether compiled functions compute projections of this dtype and these widths on this device, with their
     adapters, and give the results of products."""
-    if not has_pair_products(device, dtype) or not fit(widths):
+    if panel_kind(device, dtype) is None or not fit(widths):
         return False
     try:
-        check()
+        check(dtype)
     except Exception:
         log.warning("The compiled adapters do not work here; all is slower without them.", exc_info=True)
         return False
@@ -170,23 +175,23 @@ def _first(groups: AdapterGroups) -> CompiledAdapters | None:
     return next((group for group in groups if isinstance(group, CompiledAdapters)), None)
 
 
-def check() -> None:
+def check(dtype: torch.dtype) -> None:
     """Raises ValueError unless results are those of products."""
     errors = [
         float((left - right).abs().max() / right.abs().max())
-        for left, right in zip(_results(compiled=True), _results(compiled=False), strict=True)
+        for left, right in zip(_results(dtype, compiled=True), _results(dtype, compiled=False), strict=True)
     ]
-    if not max(errors) < TOLERANCE:
+    if not max(errors) < TOLERANCES[dtype]:
         raise ValueError(f"results are wrong by {max(errors):.2g}")
 
 
-def _results(*, compiled: bool) -> list[Tensor]:
+def _results(dtype: torch.dtype, *, compiled: bool) -> list[Tensor]:
     """Outputs and gradients of two small projections with an adapter."""
     draw = torch.Generator().manual_seed(0)
     names, rank, width, columns = ("left", "right"), 24, MULTIPLE_WIDTH, 2 * MULTIPLE_WIDTH
 
     def number(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw).bfloat16()
+        return torch.randn(shape, generator=draw).bfloat16().to(dtype)
 
     matrices, bias = [number(columns, width) for _ in names], number(columns)
     shapes = [(rank, width), (columns, rank)]

@@ -1,7 +1,11 @@
 """Frozen matrices and adapters on a CPU, multiplied by `cpu.projections` in place of PyTorch's products.
 
 One call computes all projections of an input with what an adapter adds to them. oneDNN's products of bfloat16 take 1.03
-to 1.06 times as long for hundreds of rows and 1.1 to 1.7 for few, and depend on their number in the last bit.
+to 1.06 times as long for hundreds of rows and 1.1 to 1.7 for few, those of float32 1.0 and 1.0 to 3, and both depend on
+the number of rows in the last bit.
+
+Most checkpoints are bfloat16 or float16. A float32 matrix of such weights is kept as that, which takes half of the
+memory, and is widened in registers: the products are those of float32.
 """
 
 from __future__ import annotations
@@ -16,13 +20,14 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.cpu import openmp
+from tinsmith.engine.cpu.arguments import address
+from tinsmith.engine.cpu.instructions import Kind, kind_of
 from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
 
 MULTIPLE_WIDTH = 32
 """What widths must be multiples of."""
-ITEM = torch.bfloat16.itemsize
-CACHED_NUMBERS = 196_608
-"""Numbers of a block of rows, so that it stays in a core's second cache beside a panel."""
+CACHED_BYTES = 393_216
+"""Of a block of rows, so that it stays in a core's second cache beside a panel."""
 MOST_ROWS, LEAST_ROWS = 256, 32
 THREAD_WORK = 1 << 18
 """Multiplications from which several threads compute a call."""
@@ -34,31 +39,69 @@ class Panels:
 
     shape: tuple[int, int]
     """(out, in)."""
+    dtype: torch.dtype
+    """Of factors and products."""
     forward: Tensor
     """W^T in panels."""
     backward: Tensor | None
     """W in panels."""
     bias: Tensor | None
 
+    @property
+    def storage(self) -> int:
+        """What `cpu.panels` calls the numbers of the panels."""
+        from tinsmith.engine.cpu.panels import AS_FACTORS, BFLOAT16, FLOAT16
+
+        kinds = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+        return AS_FACTORS if self.forward.dtype == self.dtype else kinds[self.forward.dtype]
+
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, *, backward: bool = True) -> Panels:
-        """Lay out a bfloat16 matrix, whose sizes are multiples of MULTIPLE_WIDTH."""
+    def of(cls, weight: Tensor, bias: Tensor | None = None, *, backward: bool = True) -> Panels:
+        """Lay out a matrix, whose sizes are multiples of MULTIPLE_WIDTH."""
         return cls.of_experts(weight[None], bias, backward=backward)
 
     @classmethod
     def of_experts(cls, weights: Tensor, bias: Tensor | None = None, *, backward: bool = True) -> Panels:
         """Lay out the matrices [E, out, in] of experts."""
-        from tinsmith.engine.cpu import projections
+        _, out, width = weights.shape
+        rows = [weight if weight.stride(1) == 1 else weight.contiguous() for weight in weights]
+        packed = _packed(rows, backward=backward) if weights.dtype == torch.float32 else None
+        forward, transposed = packed or _laid_out(rows, backward=backward)
+        return cls((out, width), weights.dtype, forward, transposed, None if bias is None else bias.contiguous())
 
-        count, out, width = weights.shape
-        forward = torch.empty(count, out * width, dtype=weights.dtype, device=weights.device)
+
+def _laid_out(weights: Sequence[Tensor], *, backward: bool) -> tuple[Tensor, Tensor | None]:
+    """Matrices [out, in] and the transposed ones as panels."""
+    out, width = weights[0].shape
+    forward = weights[0].new_empty(len(weights), out * width)
+    transposed = torch.empty_like(forward) if backward else None
+    for number, weight in enumerate(weights):
+        own = address(weight), weight.stride(0)
+        projections().lay_weights(address(forward[number]), *own, width, out)
+        if transposed is not None:
+            projections().lay_transposed(address(transposed[number]), *own, out, width)
+    return forward, transposed
+
+
+def _packed(weights: Sequence[Tensor], *, backward: bool) -> tuple[Tensor, Tensor | None] | None:
+    """The same of float32 as panels of bfloat16 or float16 numbers; None if neither represents them."""
+    from tinsmith.engine.cpu.panels import BFLOAT16, FLOAT16
+
+    out, width = weights[0].shape
+    for dtype, storage in ((torch.bfloat16, BFLOAT16), (torch.float16, FLOAT16)):
+        forward = weights[0].new_empty(len(weights), out * width, dtype=dtype)
+        places = [(address(weight), weight.stride(0)) for weight in weights]
+        lost = (
+            projections().pack_weights(panel.data_ptr(), *own, width, out, storage)
+            for panel, own in zip(forward, places, strict=True)
+        )
+        if any(lost):
+            continue
         transposed = torch.empty_like(forward) if backward else None
-        for number, weight in enumerate(weights):
-            own = weight if weight.stride(1) == 1 else weight.contiguous()
-            projections.lay_weights(forward[number].data_ptr(), own.data_ptr(), own.stride(0), width, out)
-            if transposed is not None:
-                projections.lay_transposed(transposed[number].data_ptr(), own.data_ptr(), own.stride(0), out, width)
-        return cls((out, width), forward, transposed, None if bias is None else bias.contiguous())
+        for panel, own in zip(() if transposed is None else transposed, places, strict=False):
+            projections().pack_transposed(panel.data_ptr(), *own, out, width, storage)
+        return forward, transposed
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +156,13 @@ class AdapterTables:
     def with_parts(self, narrow: Tensor | None = None, narrow_grads: Tensor | None = None) -> Any:
         """`cpu.projections.ADAPTER` [n] in memory, each with its part of these."""
         values = list[int]()
-        starts = [0 if tensor is None or not tensor.numel() else tensor.data_ptr() for tensor in (narrow, narrow_grads)]
+        parts = [
+            (0, 0) if tensor is None or not tensor.numel() else (tensor.data_ptr(), tensor.itemsize)
+            for tensor in (narrow, narrow_grads)
+        ]
         for adapter, offset in zip(self.adapters, self.offsets.values(), strict=True):
             values += adapter
-            values += [start and start + offset * ITEM for start in starts]
+            values += [start + offset * size for start, size in parts]
         return integers(values)
 
 
@@ -131,11 +177,11 @@ class RowBlocks:
     """Rows of the largest."""
 
     @classmethod
-    def of(cls, runs: Iterable[tuple[int, int, int]], depth: int) -> RowBlocks:
+    def of(cls, runs: Iterable[tuple[int, int, int]], depth: int, dtype: torch.dtype) -> RowBlocks:
         """Runs of rows as (matrix, start, stop), for products of this depth."""
         values, most = list[int](), 1
         for matrix, start, stop in runs:
-            size = _block(stop - start, depth)
+            size = _block(stop - start, depth, dtype)
             for first in range(start, stop, size):
                 last = min(first + size, stop)
                 values += first, last, matrix
@@ -145,7 +191,7 @@ class RowBlocks:
 
 @dataclass(frozen=True, slots=True)
 class ProjectionCall:
-    """Tensors of a call: bfloat16, the numbers of a row side by side."""
+    """Tensors of a call: of one dtype, the numbers of a row side by side."""
 
     inputs: Tensor
     """[rows, in], or the gradient of these."""
@@ -159,29 +205,29 @@ class ProjectionCall:
 
     def fill_outputs(self, narrow: Tensor | None = None) -> None:
         """Fill the outputs, or add to them without `panels`; and fill narrow."""
-        from tinsmith.engine.cpu import projections
-
         weights = None if self.panels is None else [panels.forward for panels in self.panels]
         columns = sum([tensor.shape[1] for tensor in self.wide])
         adapters = None if self.tables is None else self.tables.with_parts(narrow)
-        self._run(projections.forward_function(), weights, self.inputs.shape[1], columns, adapters)
+        self._run(projections().forward_function(self._kind), weights, self.inputs.shape[1], columns, adapters)
 
     def fill_input_grads(self, narrow_grads: Tensor | None = None, *, adds: bool) -> None:
         """Fill the gradients of the inputs, or add to them; and fill those of narrow."""
-        from tinsmith.engine.cpu import projections
-
         weights = None if self.panels is None else [_transposed(panels) for panels in self.panels]
         depth = sum([tensor.shape[1] for tensor in self.wide])
         adapters = None if self.tables is None else self.tables.with_parts(narrow_grads=narrow_grads)
-        self._run(projections.backward_function(), weights, depth, self.inputs.shape[1], adapters, adds=adds)
+        self._run(
+            projections().backward_function(self._kind), weights, depth, self.inputs.shape[1], adapters, adds=adds
+        )
 
     def add_gradients(self, narrow: Tensor, narrow_grads: Tensor) -> None:
         """Add to the gradients of the adapters."""
-        from tinsmith.engine.cpu import projections
-
         assert self.tables is not None
         call = self._call(self._sites(None), 1, 1, self.tables.with_parts(narrow, narrow_grads))
-        openmp.run(projections.gradient_function(), addressof(call), torch.get_num_threads())
+        openmp.run(projections().gradient_function(self._kind), addressof(call), torch.get_num_threads())
+
+    @property
+    def _kind(self) -> Kind:
+        return kind_of(self.inputs.dtype)
 
     def _run(
         self,
@@ -200,7 +246,7 @@ class ProjectionCall:
         if weights is None:  # each block lays out all of an adapter again
             block = _even_block(rows, threads)
         else:
-            block = _block(rows, depth) if self.blocks is None else self.blocks.most
+            block = _block(rows, depth, self.inputs.dtype) if self.blocks is None else self.blocks.most
             groups = -(-2 * threads * block // rows) if threads > 1 else 1
         panels = max(1, -(-columns // (MULTIPLE_WIDTH * groups)))
         call = self._call(self._sites(weights), block, panels, adapters, adds=adds)
@@ -214,6 +260,7 @@ class ProjectionCall:
             values += (
                 tensor.shape[1],
                 0 if weights is None else weights[number].data_ptr(),
+                0 if self.panels is None else self.panels[number].storage,
                 0 if bias is None else bias.data_ptr(),
                 tensor.data_ptr(),
                 tensor.stride(0),
@@ -236,6 +283,13 @@ class ProjectionCall:
         return call
 
 
+def projections() -> Any:
+    """`cpu.projections`, which is imported with Numba."""
+    from tinsmith.engine.cpu import projections
+
+    return projections
+
+
 def integers(values: Sequence[int]) -> Any:
     """An array of int64 in memory."""
     return (c_int64 * len(values))(*values)
@@ -243,14 +297,14 @@ def integers(values: Sequence[int]) -> Any:
 
 def narrow_line(projections: int, rank: int) -> int:
     """Numbers of a row of narrow, as `cpu.projections.line_of` has it."""
-    from tinsmith.engine.cpu.pairs import in_panels
+    from tinsmith.engine.cpu.panels import in_panels
 
     return in_panels.py_func(projections * narrow_slot(rank))
 
 
 def narrow_slot(rank: int) -> int:
     """Columns of narrow for each projection."""
-    from tinsmith.engine.cpu.pairs import in_blocks
+    from tinsmith.engine.cpu.panels import in_blocks
 
     return in_blocks.py_func(rank)
 
@@ -261,14 +315,13 @@ def fit(widths: Iterable[int]) -> bool:
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    """The bfloat16 tensor with the numbers of a row side by side: compiled functions read no other."""
-    assert tensor.dtype == torch.bfloat16
+    """The tensor with the numbers of a row side by side: compiled functions read no other."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
-def _block(rows: int, width: int) -> int:
-    """Rows of a block of a matrix [rows, width]."""
-    fitting = max(LEAST_ROWS, min(MOST_ROWS, CACHED_NUMBERS // width)) // 8 * 8
+def _block(rows: int, width: int, dtype: torch.dtype) -> int:
+    """Rows of a block of a matrix [rows, width], which stays in a core's second cache."""
+    fitting = max(LEAST_ROWS, min(MOST_ROWS, CACHED_BYTES // (dtype.itemsize * width))) // 8 * 8
     return max(1, min(rows, fitting))
 
 

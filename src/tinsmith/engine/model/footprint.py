@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tinsmith.engine.cpu.instructions import has_pair_products
+from tinsmith.engine.cpu.instructions import panel_kind
 from tinsmith.engine.images.tower import without_weights
 from tinsmith.engine.model import quantization
 from tinsmith.engine.model.memory import free_bytes
@@ -61,7 +61,7 @@ def footprint_of(model: PreTrainedModel, dtype: torch.dtype, device: torch.devic
                 bits = NF4_BITS if name in packed and parameter.ndim == 2 else 8 * parameter.element_size()
                 weights += int(parameter.numel() * bits) // 8
         largest = max(largest, 0 if isinstance(module, nn.Embedding) else values)
-    head_bytes = 2 if has_pair_products(device, dtype) else 4
+    head_bytes = 2 if panel_kind(device, dtype) is not None else 4
     head_copies = 2 * head_bytes * head.weight.numel() if head is not None and device.type == "cpu" else 0
     widened = 0 if dtype == torch.float32 else 4 * largest
     return Footprint(weights=weights, working=max(head_copies, widened))

@@ -28,7 +28,7 @@ from tinsmith.engine.base import ModelCard
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.cpu.arguments import has_loops
 from tinsmith.engine.cpu.compiling import compile_ahead
-from tinsmith.engine.cpu.instructions import cpu_bfloat16, kind_of
+from tinsmith.engine.cpu.instructions import cpu_bfloat16, kind_of, panel_kind
 from tinsmith.engine.images import tower
 from tinsmith.engine.images.tower import VisionTower
 from tinsmith.engine.load_checks import LoadChecks, checks_of
@@ -70,7 +70,7 @@ def read(config: EngineConfig) -> LoadedModel:
     device = device_of(config.device)
     likely, compiling = dtype_of(config.dtype, device), None  # compiling: while files are fetched, converted and read
     if config.path != "general" and has_loops(device, likely):
-        compiling = compile_ahead(kind_of(likely))
+        compiling = compile_ahead(kind_of(likely), panels=panel_kind(device, likely) is not None)
     located = locate(config.source)
     if not sys.stderr.isatty():  # progress bars clutter a log
         disable_progress_bar()

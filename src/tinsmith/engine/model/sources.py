@@ -191,7 +191,7 @@ def _read_once() -> Iterator[None]:
 
 def _dtype_of(file: Path) -> torch.dtype:
     """The dtype for the matrices of a GGUF file. Where they are quantized, float16 rounds far less than that did, and
-    products of few rows can read it (`matmul.pack_float16`)."""
+    products of float32 can read it (`compiled_projections`)."""
     import gguf
 
     kinds = {tensor.tensor_type for tensor in gguf.GGUFReader(str(file)).tensors if len(tensor.shape) > 1}

@@ -41,7 +41,7 @@ def paged() -> Callable[..., TorchEngine]:
 def operators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whatever is computed is PyTorch's operators: NumPy's sums and Numba's loops are in no record."""
     monkeypatch.setattr(choice, "kernels_on", lambda *_: None)
-    monkeypatch.setattr(head_choice, "has_pair_products", lambda *_: False)
+    monkeypatch.setattr(head_choice, "panel_kind", lambda *_: None)
     monkeypatch.setattr(compiled_adapters, "work_on", lambda *_: False)
     for module in (device_sampling, token_sampling):
         monkeypatch.setattr(module, "cumulative_sum", lambda values, dim=1: precision._by_products(values.double()))

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from tinsmith.engine.lora.adapter import PlacedAdapter
-from tinsmith.engine.lora.compiled_adapters import MULTIPLE_RANK
+from tinsmith.engine.lora.compiled_adapters import is_rank
 from tinsmith.engine.lora.compiled_projections import AdapterTables, ProjectionCall, narrow_line, narrow_slot
 from tinsmith.engine.lora.experts.pairs import AdapterPairs, ExpertPairs, sort_pairs
 from tinsmith.engine.lora.experts.panels import ExpertPanels, fill_products, products_back
@@ -28,7 +28,8 @@ def serves(stack: ExpertStack, placed: Sequence[PlacedAdapter]) -> bool:
     if stack.panels is None:
         return False
     names = (*stack.up_names, stack.down_name)
-    return not any(weights.pairs[name].a.shape[1] % MULTIPLE_RANK for weights, _, _ in placed for name in names)
+    adapted = [weights.pairs[name].a for weights, _, _ in placed for name in names]
+    return all(is_rank(matrix.shape[1], matrix.dtype) for matrix in adapted)
 
 
 def outputs(

@@ -21,7 +21,7 @@ class ExpertPanels:
 
     @classmethod
     def of(cls, up: Sequence[Tensor], down: Tensor) -> ExpertPanels | None:
-        """Of bfloat16 weights [E, in, out] by site; None for widths that compiled functions do not multiply."""
+        """Of weights [E, in, out] by site; None for widths that compiled functions do not multiply."""
         if not fit((*(size for weights in up for size in weights.shape[1:]), *down.shape[1:])):
             return None
         return cls(tuple(Panels.of_experts(weights.mT) for weights in up), (Panels.of_experts(down.mT),))
@@ -37,7 +37,7 @@ def fill_products(
 ) -> None:
     """Fill the outputs [P, out] of each site with the products of each row [P, in] with the matrix of its expert, whose
     rows are a run, and with what adapters add."""
-    blocks = RowBlocks.of(runs, rows.shape[1])
+    blocks = RowBlocks.of(runs, rows.shape[1], rows.dtype)
     ProjectionCall(rows_of(rows), outputs, panels, tables, blocks).fill_outputs(narrow)
 
 
@@ -50,7 +50,7 @@ def products_back(
 ) -> Tensor:
     """The gradient of the rows [P, in] of these products, from those of the outputs [P, out]."""
     result = grads[0].new_empty(len(grads[0]), panels[0].shape[1])
-    blocks = RowBlocks.of(runs, sum(grad.shape[1] for grad in grads))
+    blocks = RowBlocks.of(runs, sum(grad.shape[1] for grad in grads), result.dtype)
     call = ProjectionCall(result, [rows_of(grad) for grad in grads], panels, tables, blocks)
     call.fill_input_grads(narrow_grads, adds=False)
     return result

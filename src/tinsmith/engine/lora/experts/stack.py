@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tinsmith.engine.cpu.instructions import panel_kind
 from tinsmith.engine.lora.adapter import PlacedAdapter
 from tinsmith.engine.lora.experts.panels import ExpertPanels
 
@@ -40,7 +41,7 @@ class ExpertStack:
     def lay_out(self) -> None:
         """Lay the matrices out for compiled functions, if these multiply experts of this dtype and such widths, without
         biases."""
-        if self.biased or self._up.ndim != 3 or self._up.dtype != torch.bfloat16:
+        if self.biased or self._up.ndim != 3 or panel_kind(self._up.device, self._up.dtype) is None:
             return
         self.panels = ExpertPanels.of(self.up_views(self.up_weights), self.down_weights)
         if self.panels is not None:

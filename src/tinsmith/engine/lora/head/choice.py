@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import Tensor
 
-from tinsmith.engine.cpu.instructions import has_pair_products
+from tinsmith.engine.cpu.instructions import panel_kind
 from tinsmith.engine.lora.head.products import Addition, CompiledProducts, Float32Products, HeadProducts, MixedProducts
 from tinsmith.engine.lora.head.softmax import SoftmaxOfRows, softmax_of_rows
 from tinsmith.engine.triton_support import runs_triton
@@ -19,9 +19,9 @@ def products_of(weight: Tensor, bias: Tensor | None) -> HeadProducts:
     """The fastest for weights [V, D] and a float32 bias [V] that work on their device."""
     if weight.device.type != "cpu" and weight.dtype != torch.float32:
         return MixedProducts(weight, bias)
-    if has_pair_products(weight.device, weight.dtype) and weight.shape[1] % 2 == 0:
+    if panel_kind(weight.device, weight.dtype) is not None and weight.shape[1] % 8 == 0:
         try:
-            check_products()
+            check_products(weight.dtype)
             return CompiledProducts(weight, bias)
         except Exception:
             log.warning("The compiled products of the output head do not work here; all is slower without them.",
@@ -29,11 +29,11 @@ def products_of(weight: Tensor, bias: Tensor | None) -> HeadProducts:
     return Float32Products(weight, bias)
 
 
-def check_products() -> None:
+def check_products(dtype: torch.dtype) -> None:
     """Raises ValueError unless compiled products are right."""
     draw = torch.Generator().manual_seed(0)
-    weight, hidden = (torch.randn(shape, generator=draw).bfloat16() for shape in ((45, 38), (13, 38)))
-    addition = Addition(2, 12, torch.randn(3, 38, generator=draw), torch.randn(45, 3, generator=draw), 0.5)
+    weight, hidden = (torch.randn(shape, generator=draw).bfloat16().to(dtype) for shape in ((45, 40), (13, 40)))
+    addition = Addition(2, 12, torch.randn(3, 40, generator=draw), torch.randn(45, 3, generator=draw), 0.5)
     actual, wanted = CompiledProducts(weight, None)(hidden, [addition]), hidden.double() @ weight.double().T
     wanted[2:12] += 0.5 * hidden[2:12].double() @ addition.a.double().T @ addition.b.double().T
     if not torch.allclose(actual.double(), wanted, rtol=1e-5, atol=1e-4):

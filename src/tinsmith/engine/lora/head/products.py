@@ -15,8 +15,13 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.cpu import openmp
-from tinsmith.engine.lora.matmul import FrozenLinear, pack_float16
+from tinsmith.engine.cpu.instructions import kind_of, panel_kind
+from tinsmith.engine.lora.compiled_projections import MULTIPLE_WIDTH, Panels
+from tinsmith.engine.lora.matmul import FrozenLinear
 from tinsmith.engine.model import precision
+
+FEW_ROWS = 16
+"""Rows whose products take as long as reading the weights, which compiled functions read in two bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,30 +54,6 @@ class HeadProducts(Protocol):
         ...
 
 
-class Float32Products:
-    """Products with a float32 copy of the weights, on CPUs; those with AMX multiply factors that are bfloat16 values as
-    bfloat16."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = weight
-        self._frozen = FrozenLinear(weight.float(), bias)
-        pack_float16([self._frozen])
-        self._frozen.reorder(backward=False)
-
-    def __call__(self, hidden: Tensor, additions: Sequence[Addition] = ()) -> Tensor:
-        """See `HeadProducts`."""
-        bfloat16 = hidden.dtype == self._weight.dtype == torch.bfloat16
-        with precision.bfloat16_products() if bfloat16 else nullcontext():
-            products = self._frozen(hidden.float())
-        for addition in additions:
-            addition.add_to(products, hidden)
-        return products
-
-    def backward(self, logits_grad: Tensor) -> Tensor:
-        """See `HeadProducts`."""
-        return logits_grad @ self._weight
-
-
 class MixedProducts:
     """Products in the weights' own dtype with a float32 result, on GPUs."""
 
@@ -94,17 +75,14 @@ class MixedProducts:
 
 
 class CompiledProducts:
-    """Products by `cpu.logits`, forward with weights that are laid out for it: without a float32 copy of them, in half
-    of the time. The logits of a row do not depend on how many rows there are."""
+    """Products by `cpu.logits`, forward with weights that are laid out for it: of bfloat16 without a float32 copy of
+    them, in half of the time. The logits of a row do not depend on how many rows there are."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight` is bfloat16 [V, D], and D even."""
-        from tinsmith.engine.cpu.tiles import PAIR_COLUMNS
-
-        words, width = weight.shape
-        padded = weight.new_zeros(-(-words // PAIR_COLUMNS) * PAIR_COLUMNS, width)
-        padded[:words] = weight
-        self._panels = padded.view(-1, PAIR_COLUMNS, width // 2, 2).transpose(1, 2).contiguous()
+        """`weight` is [V, D], and D a multiple of 8."""
+        missing = -len(weight) % MULTIPLE_WIDTH
+        padded = torch.cat([weight, weight.new_zeros(missing, weight.shape[1])]) if missing else weight
+        self._panels = Panels.of(padded, backward=False)
         self._weight, self._bias = weight, bias
 
     def __call__(self, hidden: Tensor, additions: Sequence[Addition] = ()) -> Tensor:
@@ -112,20 +90,20 @@ class CompiledProducts:
         from tinsmith.engine.cpu import logits
 
         assert hidden.dtype == self._panels.dtype
-        hidden = hidden.contiguous()
-        words = len(self._weight)
+        hidden, words, kind = hidden.contiguous(), len(self._weight), kind_of(hidden.dtype)
         products = torch.empty(len(hidden), words, device=hidden.device)
         factors = [_Factors.of(each, products.device) for each in additions]
         spans = np.array(_spans(len(hidden), factors), logits.SPAN)
         call = np.zeros(1, logits.PRODUCT)
         call["rows"], call["width"], call["words"] = *hidden.shape, words
-        call["hidden"], call["weights"] = hidden.data_ptr(), self._panels.data_ptr()
+        call["hidden"], call["weights"] = hidden.data_ptr(), self._panels.forward.data_ptr()
+        call["storage"] = self._panels.storage
         call["logits"], call["spans"], call["span_table"] = products.data_ptr(), len(spans), spans.ctypes.data
         call["most_rank"] = spans["rank"].max(initial=0)
         if factors:
-            openmp.run(logits.narrow_function(), call.ctypes.data, min(len(spans), torch.get_num_threads()))
+            openmp.run(logits.narrow_function(kind), call.ctypes.data, min(len(spans), torch.get_num_threads()))
             call["next"] = 0
-        openmp.run(logits.logits_function(), call.ctypes.data, torch.get_num_threads())
+        openmp.run(logits.logits_function(kind), call.ctypes.data, torch.get_num_threads())
         return products if self._bias is None else products.add_(self._bias)
 
     def backward(self, logits_grad: Tensor) -> Tensor:
@@ -134,7 +112,7 @@ class CompiledProducts:
         from tinsmith.engine.cpu import logits
 
         words, width = self._weight.shape
-        if words % 2 or width % logits.PAIR_COLUMNS:
+        if logits_grad.dtype == torch.float32 or words % 2 or width % logits.TILE_COLUMNS:
             return logits_grad @ self._weight
         logits_grad, weight = logits_grad.contiguous(), self._weight.contiguous()
         sums = torch.zeros(logits.PARTS, len(logits_grad), width, device=logits_grad.device)
@@ -143,6 +121,32 @@ class CompiledProducts:
         call["logit_grads"], call["weights"], call["sums"] = logits_grad.data_ptr(), weight.data_ptr(), sums.data_ptr()
         openmp.run(logits.backward_function(), call.ctypes.data, torch.get_num_threads())
         return sums.sum(0).to(self._weight.dtype)
+
+
+class Float32Products:
+    """Products with a float32 copy of the weights, on CPUs; those with AMX multiply factors that are bfloat16 values as
+    bfloat16."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        wide = weight.float()
+        compiles = panel_kind(wide.device, wide.dtype) is not None and weight.shape[1] % 8 == 0
+        self._weight, self._few = weight, CompiledProducts(wide, bias) if compiles else None
+        self._frozen = FrozenLinear(wide, bias).reorder(backward=False)
+
+    def __call__(self, hidden: Tensor, additions: Sequence[Addition] = ()) -> Tensor:
+        """See `HeadProducts`."""
+        if self._few is not None and len(hidden) <= FEW_ROWS:
+            return self._few(hidden.float(), additions)
+        bfloat16 = hidden.dtype == self._weight.dtype == torch.bfloat16
+        with precision.bfloat16_products() if bfloat16 else nullcontext():
+            products = self._frozen(hidden.float())
+        for addition in additions:
+            addition.add_to(products, hidden)
+        return products
+
+    def backward(self, logits_grad: Tensor) -> Tensor:
+        """See `HeadProducts`."""
+        return logits_grad @ self._weight
 
 
 @dataclass(frozen=True, slots=True)
