@@ -18,3 +18,5 @@ each_dtype = pytest.mark.parametrize(
     ids=["float32", "bfloat16"],
 )
 """Of compiled products."""
+each_kind = pytest.mark.parametrize("kind", ["float32", "bfloat16", pytest.param("pairs", marks=needs_pairs)])
+"""Of compiled attention, an `instructions.Kind`."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.cpu.processor import needs_pairs
+from tests.engine.cpu.processor import each_kind
 from tinsmith.engine.cpu import calls as compiled_calls
 from tinsmith.engine.cpu.calls import AttentionCall, CompiledCalls, KeyRun
 
@@ -96,7 +96,7 @@ def error(actual: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", pytest.param("pairs", marks=needs_pairs)])
+@each_kind
 @pytest.mark.parametrize("name", CASES)
 def test_output_and_gradients(name: str, kind: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompiledCalls, "_threads", lambda *_: threads)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.cpu.processor import needs_pairs
+from tests.engine.cpu.processor import each_kind
 from tests.engine.sampling.test_kv_cache import SHAPE, prefilled
-from tinsmith.engine.cpu import openmp
+from tinsmith.engine.cpu import calls, openmp
 from tinsmith.engine.model.attention import packed_attention
 from tinsmith.engine.model.attention_rule import AttentionRule
 from tinsmith.engine.model.packing import PackedRow, pack
@@ -172,14 +172,22 @@ def test_compiled_steps_are_what_products_compute(kind: str, window: int | None,
         contexts[1].advance()
 
 
-@needs_pairs
+@each_kind
 @pytest.mark.parametrize("window", [None, 6, 31])
 @pytest.mark.parametrize("prefix", [1, 20, 33])
 @pytest.mark.parametrize(("heads", "widths"), [((2, 2), (64, 64)), ((6, 2), (16, 80)), ((5, 1), (128, 32))])
 def test_decoded_token_has_the_bits_of_any_packed_pass(
-    heads: tuple[int, int], widths: tuple[int, int], prefix: int, window: int | None
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    prefix: int,
+    window: int | None,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of rows that share a prefix, in one pass, each in a pass of its own, and decoded token by token."""
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    for module in (decode, calls):
+        monkeypatch.setattr(module, "kind_of", lambda _: kind)
     draw, cpu = np.random.default_rng(0), torch.device("cpu")
     torch.manual_seed(0)
     shared = draw.integers(0, 99, prefix)
@@ -189,14 +197,14 @@ def test_decoded_token_has_the_bits_of_any_packed_pass(
     ]
     tree, rule = pack(rows), AttentionRule(widths[0] ** -0.5, window=window)
     query, key, value = (
-        torch.randn(1, count, len(tree.tokens), width).bfloat16()
+        torch.randn(1, count, len(tree.tokens), width).to(dtype)
         for count, width in zip((heads[0], heads[1], heads[1]), (widths[0], *widths), strict=True)
     )
-    packed = packed_attention(tree, torch.bfloat16, cpu, compiled=True).attend(0, query, key, value, rule)
-    shape = replace(SHAPE, layers=1, heads=heads[1], key_width=widths[0], value_width=widths[1], dtype=torch.bfloat16)
+    packed = packed_attention(tree, dtype, cpu, compiled=True).attend(0, query, key, value, rule)
+    shape = replace(SHAPE, layers=1, heads=heads[1], key_width=widths[0], value_width=widths[1], dtype=dtype)
     cache, paths = KVCache(shape), [tree.index[row.key] for row in rows]
     for row, path in zip(rows, paths, strict=True):
-        alone = packed_attention(pack([row]), torch.bfloat16, cpu, compiled=True)
+        alone = packed_attention(pack([row]), dtype, cpu, compiled=True)
         assert torch.equal(
             alone.attend(0, query[:, :, path], key[:, :, path], value[:, :, path], rule), packed[:, path]
         )
@@ -222,6 +230,8 @@ def test_compiled_steps_leave_other_rules_to_products(rule: AttentionRule) -> No
 
 
 def test_long_prefix_of_many_rows_is_read_by_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where bfloat16 is widened."""
+    monkeypatch.setattr(decode, "kind_of", lambda _: "bfloat16")
     cache = KVCache(SHAPE)
     prefix = cache.insert_shared_prefix(prefilled([(torch.randn(1, 2, 20, 4),) * 2] * 2), 3)
     rows = [cache.insert_after(prefix, 64) for _ in range(3)]

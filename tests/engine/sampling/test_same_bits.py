@@ -1,4 +1,4 @@
-"""Results that do not depend on what is computed beside them, where products are of pairs of bfloat16 numbers."""
+"""Results that do not depend on what is computed beside them, where compiled functions multiply."""
 
 from __future__ import annotations
 
@@ -10,21 +10,26 @@ import numpy as np
 import pytest
 
 from tests.engine.conftest import engines
-from tests.engine.cpu.processor import needs_pairs
+from tests.engine.cpu.processor import needs_panels, needs_pairs
 from tests.engine.sampling.helpers import sample_request
 from tests.models import VOCABULARY, save_tokenizer
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, SampleResult
 
-pytestmark = needs_pairs
+pytestmark = needs_panels
 
 PROMPT, SAMPLES, TOKENS = 33, 6, 40
 
 
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=needs_pairs)])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module", params=["dense", "mixture"])
 def engine_with(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wait: Any
+    request: pytest.FixtureRequest, dtype: str, tmp_path_factory: pytest.TempPathFactory, wait: Any
 ) -> Iterator[Callable[..., Any]]:
-    """bfloat16 engines of a tiny model whose widths compiled functions multiply, by their settings."""
+    """Engines of a tiny model whose widths compiled functions multiply, by their settings."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     folder, sizes = tmp_path_factory.mktemp("aligned"), {"intermediate_size": 192}
@@ -39,7 +44,7 @@ def engine_with(
     kind[1](config).save_pretrained(folder)
     save_tokenizer(folder)
     with engines(lambda _: folder, wait) as engine:
-        yield lambda **settings: engine(request.param, dtype="bfloat16", **settings)
+        yield lambda **settings: engine(request.param, dtype=dtype, **settings)
 
 
 @pytest.fixture(scope="module")

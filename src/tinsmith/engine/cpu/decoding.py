@@ -1,8 +1,8 @@
 """The attention of a decoding step as a compiled function: a new token of each row of the KV cache.
 
 A row is one or more parts, a shared prefix and its own tokens; the new token is the last of the last part. Scores and
-probabilities are rounded to the dtype, as products round them. Where the processor is fastest with pairs of bfloat16
-numbers, sums are those of `packed`, in the same order: the trainer computes the same bits.
+probabilities are rounded to the dtype, as products round them. Sums are those of `packed`, in the same order, so that
+the trainer computes the same bits.
 """
 
 from __future__ import annotations
@@ -11,24 +11,23 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import carray, njit  # pyright: ignore[reportAttributeAccessIssue] - it comes by a star
+from numba import carray, njit, types  # pyright: ignore[reportAttributeAccessIssue] - they come by a star
+from numba.extending import overload  # pyright: ignore[reportAttributeAccessIssue] - it comes by a star
 
-from tinsmith.engine.cpu.panels import BLOCK, HALF_ROWS, PANEL_LINE, lay_depth
+from tinsmith.engine.cpu.panels import BLOCK, HALF_ROWS, lay_columns, lay_depth
 from tinsmith.engine.cpu.primitives import atomic_next, c_function, pointer, void_pointer
 from tinsmith.engine.cpu.rows import copy_row, fill, softmax_row
 from tinsmith.engine.cpu.tiles import (
     TILE_COLUMNS,
-    TILE_KEYS,
     TILE_QUERIES,
     TILE_VALUES,
     data_of,
-    panel_tile,
     prefetch,
     score_tile,
     weigh_pairs,
     weigh_tile,
 )
-from tinsmith.engine.cpu.vectors import LANES
+from tinsmith.engine.cpu.vectors import HAS_32_REGISTERS, LANES
 
 STEP = np.dtype(
     [
@@ -62,34 +61,43 @@ LINE = LANES
 """Scores are padded with -inf to a multiple of this."""
 WIDTH_OF_PAIRS = 16
 """What widths must be multiples of, so that pairs are multiplied."""
+SCORE_ROWS = 8 if HAS_32_REGISTERS else 4
+"""Queries that are multiplied with keys at a time."""
 BLOCKS_AHEAD = 4
 """How many blocks of keys before it is read one is brought nearer."""
 
 
-@njit(inline="always")
-def score(query: Any, keys: Any, at: Any, scores: Any, place: Any, rest: Any, count: Any, width: Any) -> None:
-    """scores[g, place + k] = query[g] . keys[at + k width] for `count` keys; `rest` queries fill no tile."""
-    line, whole, queries, lines = scores.shape[1], len(query) - rest, data_of(query), data_of(scores)
-    for g in range(0, whole, TILE_QUERIES):
-        score_tile(queries, keys, at, lines, place, line, g, TILE_QUERIES, count, width)
-    score_tile(queries, keys, at, lines, place, line, whole, rest, count, width)
+def lay_keys(panel: Any, column: Any, keys: Any, start: Any, width: Any, count: Any) -> None:
+    """Lay `count` keys out as columns of a panel, from a column on that begins a block; what follows to the end of the
+    block means nothing."""
+
+
+@overload(lay_keys, prefer_literal=True)
+def _lay_keys(panel, column, keys, start, width, count):
+    def whole(panel, column, keys, start, width, count):
+        lay_columns(panel, column, keys, start, width, width, count)
+
+    def in_pairs(panel, column, keys, start, width, count):
+        lay_depth(panel, 2 * column, keys, start, width, width, count - 1, 16)
+
+    return in_pairs if panel.dtype == types.uint16 else whole
 
 
 @njit(inline="always")
 def score_part(
-    query: Any, keys: Any, start: Any, first: Any, last: Any, scores: Any, before: Any, values: Any, values_start: Any,
-    rest: Any, width: Any, stride: Any, ahead: Any,
+    query: Any, keys: Any, start: Any, first: Any, last: Any, scores: Any, before: Any, panel: Any, rest: Any,
+    width: Any, ahead: Any,
 ) -> None:  # fmt: skip
-    """scores[g, before + k] = query[g] . keys[k] for k from first to last, while the values are brought nearer, `ahead`
-    numbers with each tile."""
-    k = first
-    while k + TILE_KEYS <= last:
-        prefetch(values, values_start + k * stride, ahead)
-        score(query, keys, start + k * width, scores, before + k, rest, TILE_KEYS, width)
-        k += TILE_KEYS
-    while k < last:
-        score(query, keys, start + k * width, scores, before + k, rest, 1, width)
-        k += 1
+    """scores[g, before + k] = query[g] . keys[k] for k from first to last, and for some k after that, which mean
+    nothing; `rest` queries fill no tile. `ahead` numbers of later keys are brought nearer with each block."""
+    line, whole, queries, lines = scores.shape[1], len(query) - rest, data_of(query), data_of(scores)
+    for k in range(first, last, TILE_COLUMNS):
+        for block in range(k, min(k + TILE_COLUMNS, last), BLOCK):
+            prefetch(keys, start + (block + BLOCKS_AHEAD * BLOCK) * width, ahead)
+            lay_keys(data_of(panel), block - k, keys, start + block * width, width, min(BLOCK, last - block))
+        for g in range(0, whole, SCORE_ROWS):
+            score_tile(lines, g * line + before + k, line, queries, g * width, data_of(panel), width, SCORE_ROWS)
+        score_tile(lines, whole * line + before + k, line, queries, whole * width, data_of(panel), width, rest)
 
 
 @njit(inline="always")
@@ -167,68 +175,6 @@ def to_probabilities(scores: Any, first: Any, unseen: Any, total: Any, like: Any
         softmax_row(data_of(scores), g * line + first, end - first, like, data_of(probs))
 
 
-@cache
-def attention_function(kind: str, group: int, key_width: int, value_width: int, value_stride: int) -> Any:
-    """A C function of a pointer to a STEP, which lives as long as this object, for an `instructions.Kind`, `group`
-    queries of a key head and tokens of these widths, which are constants in its machine code. Each token's values are
-    `value_stride` numbers after the last one's, more than their width if they are parts of its key."""
-    if kind == "pairs" and not key_width % WIDTH_OF_PAIRS and not value_width % WIDTH_OF_PAIRS:
-        return _function_of_pairs(group, key_width, value_width, value_stride)
-    number, rest = np.float64 if kind == "float32" else np.int64, group % TILE_QUERIES
-    ahead = TILE_KEYS * value_stride
-
-    @c_function
-    def attend(argument):
-        step = carray(argument, 1, STEP)[0]
-        outputs, table = pointer(number(step.outputs)), carray(void_pointer(step.table), (step.rows, step.parts), PART)
-        query, output = np.empty((group, key_width), np.float32), np.empty((group, value_width), np.float32)
-        scores = np.empty((group, step.line), np.float32)
-        source = atomic_next(argument)
-        while source < step.rows * step.heads:
-            row, head, total, unseen = start_row(
-                number, step, table, source, query, key_width, value_width, value_stride
-            )
-            before = 0
-            for part in row:
-                start, first = head * part.capacity, min(max(0, unseen - before), part.length)
-                score_part(query, keys_of(number, step, part), start * key_width, first, part.length, scores, before,
-                           values_of(number, step, part), start * value_stride, rest, key_width, value_stride,
-                           ahead)  # fmt: skip
-                before += part.length
-            to_probabilities(scores, unseen, unseen, total, outputs, scores)
-            output[:] = 0
-            before = 0
-            for part in row:
-                first = min(max(0, unseen - before), part.length)
-                weigh_part(output, values_of(number, step, part), head * part.capacity * value_stride, first,
-                           part.length, scores, before, rest, value_width, value_stride)  # fmt: skip
-                before += part.length
-            copy_row(outputs, source * group * value_width, data_of(output), 0, np.float32(1), group * value_width)
-            source = atomic_next(argument)
-
-    return attend
-
-
-@njit(inline="always")
-def score_pairs(
-    query: Any, keys: Any, start: Any, first: Any, last: Any, scores: Any, before: Any, panel: Any, rest: Any,
-    width: Any, ahead: Any,
-) -> None:  # fmt: skip
-    """`score_part` of bfloat16 numbers in pairs; `ahead` numbers of later keys are brought nearer with each block. It
-    also writes to scores[g, before + k] for some k after the last, which mean nothing."""
-    line, whole, queries, lines = scores.shape[1], len(query) - rest, data_of(query), data_of(scores)
-    for k in range(first, last, TILE_COLUMNS):
-        for block in range(k, min(k + TILE_COLUMNS, last), BLOCK):
-            prefetch(keys, start + (block + BLOCKS_AHEAD * BLOCK) * width, ahead)
-            lay_depth(data_of(panel), 2 * (block - k), keys, start + block * width, width, width, last - block - 1,
-                      16)  # fmt: skip
-        for g in range(0, whole, HALF_ROWS):
-            panel_tile(lines, g * line + before + k, line, queries, g * width, width, 2, data_of(panel), 0, PANEL_LINE,
-                      width, np.float32(1), HALF_ROWS, 0, 0)  # fmt: skip
-        panel_tile(lines, whole * line + before + k, line, queries, whole * width, width, 2, data_of(panel), 0,
-                  PANEL_LINE, width, np.float32(1), rest, 0, 0)  # fmt: skip
-
-
 @njit(inline="always")
 def weigh_part_in_pairs(
     output: Any, values: Any, start: Any, following: Any, probs: Any, at: Any, rest: Any, count: Any, width: Any,
@@ -253,56 +199,75 @@ def to_next_part(step: Any, row: Any, place: Any, head: Any, stride: Any) -> Any
     return 0
 
 
-@njit(inline="always")
 def weigh_row(
-    output: Any, step: Any, row: Any, head: Any, probs: Any, first: Any, rest: Any, width: Any, stride: Any
-) -> None:
-    """output[g] = sum of probs[g, k] times value k of all parts for k from `first` on, which is even."""
-    output[:] = 0
-    at, before = first, 0
-    for place in range(len(row)):
-        part = row[place]
-        own, start, values = max(0, at - before), head * part.capacity * stride, values_of(np.int64, step, part)
-        pairs = max(0, part.length - own) // 2
-        weigh_part_in_pairs(output, values, start + own * stride, stride, probs, at, rest, pairs, width, stride)
-        at += 2 * pairs
-        before += part.length
-        if at < before:  # the last token of this part is paired with the first one of the next
-            start += (part.length - 1) * stride
-            weigh_part_in_pairs(output, values, start, to_next_part(step, row, place, head, stride), probs, at, rest, 1,
-                                width, stride)  # fmt: skip
-            at += 2
+    output: Any, number: Any, step: Any, row: Any, head: Any, probs: Any, first: Any, rest: Any, width: Any,
+    stride: Any,
+) -> None:  # fmt: skip
+    """output[g] = sum of probs[g, k] times value k of all parts for k from `first` on, which is even; `rest` of them
+    fill no tile."""
+
+
+@overload(weigh_row, prefer_literal=True)
+def _weigh_row(output, number, step, row, head, probs, first, rest, width, stride):
+    def whole(output, number, step, row, head, probs, first, rest, width, stride):
+        output[:] = 0
+        before = 0
+        for part in row:
+            start, own = head * part.capacity * stride, min(max(0, first - before), part.length)
+            weigh_part(output, values_of(number, step, part), start, own, part.length, probs, before, rest, width,
+                       stride)  # fmt: skip
+            before += part.length
+
+    def in_pairs(output, number, step, row, head, probs, first, rest, width, stride):
+        output[:] = 0
+        at, before = first, 0
+        for place in range(len(row)):
+            part = row[place]
+            own, start, values = max(0, at - before), head * part.capacity * stride, values_of(number, step, part)
+            pairs = max(0, part.length - own) // 2
+            weigh_part_in_pairs(output, values, start + own * stride, stride, probs, at, rest, pairs, width, stride)
+            at += 2 * pairs
+            before += part.length
+            if at < before:  # the last token of this part is paired with the first one of the next
+                start += (part.length - 1) * stride
+                weigh_part_in_pairs(output, values, start, to_next_part(step, row, place, head, stride), probs, at,
+                                    rest, 1, width, stride)  # fmt: skip
+                at += 2
+
+    return in_pairs if probs.dtype == types.uint16 else whole
 
 
 @cache
-def _function_of_pairs(group: int, key_width: int, value_width: int, value_stride: int) -> Any:
-    """`attention_function` of bfloat16 numbers in pairs."""
-    rest, ahead = group % HALF_ROWS, BLOCK * key_width
+def attention_function(kind: str, group: int, key_width: int, value_width: int, value_stride: int) -> Any:
+    """A C function of a pointer to a STEP, which lives as long as this object, for an `instructions.Kind`, `group`
+    queries of a key head and tokens of these widths, which are constants in its machine code. Each token's values are
+    `value_stride` numbers after the last one's, more than their width if they are parts of its key."""
+    in_pairs = kind == "pairs" and not key_width % WIDTH_OF_PAIRS and not value_width % WIDTH_OF_PAIRS
+    number, dtype = np.float64 if kind == "float32" else np.int64, np.uint16 if in_pairs else np.float32
+    score_rest, ahead = group % SCORE_ROWS, BLOCK * key_width
+    weigh_rest = group % (HALF_ROWS if in_pairs else TILE_QUERIES)
 
     @c_function
     def attend(argument):
         step = carray(argument, 1, STEP)[0]
-        outputs, table = (
-            pointer(np.int64(step.outputs)),
-            carray(void_pointer(step.table), (step.rows, step.parts), PART),
-        )
-        query, output = np.empty((group, key_width), np.uint16), np.empty((group, value_width), np.float32)
-        scores, probs = np.empty((group, step.line), np.float32), np.empty((group, step.line), np.uint16)
-        panel = np.empty(key_width * TILE_COLUMNS, np.uint16)
+        outputs, table = pointer(number(step.outputs)), carray(void_pointer(step.table), (step.rows, step.parts), PART)
+        query, output = np.empty((group, key_width), dtype), np.empty((group, value_width), np.float32)
+        scores, probs = np.empty((group, step.line), np.float32), np.empty((group, step.line), dtype)
+        panel = np.empty(key_width * TILE_COLUMNS, dtype)
         source = atomic_next(argument)
         while source < step.rows * step.heads:
             row, head, total, unseen = start_row(
-                np.int64, step, table, source, query, key_width, value_width, value_stride
+                number, step, table, source, query, key_width, value_width, value_stride
             )
             before = 0
             for part in row:
                 first = min(max(0, unseen - before), part.length)
-                score_pairs(query, keys_of(np.int64, step, part), head * part.capacity * key_width, first, part.length,
-                            scores, before, panel, rest, key_width, ahead)  # fmt: skip
+                score_part(query, keys_of(number, step, part), head * part.capacity * key_width, first, part.length,
+                           scores, before, panel, score_rest, key_width, ahead)  # fmt: skip
                 before += part.length
             first = unseen - unseen % 2
             to_probabilities(scores, first, unseen, total, outputs, probs)
-            weigh_row(output, step, row, head, probs, first, rest, value_width, value_stride)
+            weigh_row(output, number, step, row, head, probs, first, weigh_rest, value_width, value_stride)
             copy_row(outputs, source * group * value_width, data_of(output), 0, np.float32(1), group * value_width)
             source = atomic_next(argument)
 

@@ -12,7 +12,6 @@ from numba.extending import intrinsic
 from tinsmith.engine.cpu.primitives import BITS, load, rounded, store
 from tinsmith.engine.cpu.vectors import (
     FLOAT,
-    HAS_PAIRS,
     INT64,
     LANES,
     broadcast,
@@ -20,7 +19,6 @@ from tinsmith.engine.cpu.vectors import (
     exponential,
     fma,
     folded,
-    from_parts,
     larger,
     loop,
     no_parts,
@@ -72,13 +70,12 @@ def softmax_row(context: Any, numbers: Any, at: Any, count: Any, like: Any, targ
     place of a target, which may be the numbers. A target of bfloat16 gets the second number of each pair before the
     first one, as `panels.lay_in_order` has it.
 
-    All results are NaN if any number is. With pairs of bfloat16 numbers, they do not depend on where the numbers are
-    in the row, nor on how many of them are -inf.
+    All results are NaN if any number is. They do not depend on where the numbers are in the row, nor on how many of
+    them are -inf.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         numbers, at, count, like, target = arguments
-        is_whole = HAS_PAIRS and like.type.pointee != FLOAT
 
         def largest(i: Any, carried: Any) -> Any:
             vector = rounded_vector(builder, read(builder, numbers, builder.add(at, i)), like)
@@ -88,8 +85,7 @@ def softmax_row(context: Any, numbers: Any, at: Any, count: Any, like: Any, targ
         def exponentials(i: Any, carried: Any) -> Any:
             vector = exponential(builder, builder.fsub(read(builder, numbers, builder.add(at, i)), most))
             write(builder, numbers, builder.add(at, i), vector)
-            terms = [vector, *([whole_parts(builder, vector)] if is_whole else [])]
-            return [builder.fadd(carried[0], terms[0]), *map(builder.add, carried[1:], terms[1:])]
+            return [builder.fadd(carried[0], whole_parts(builder, vector))]
 
         def divided(i: Any, carried: Any) -> Any:
             vector = builder.fmul(read(builder, numbers, builder.add(at, i)), inverse)
@@ -102,15 +98,8 @@ def softmax_row(context: Any, numbers: Any, at: Any, count: Any, like: Any, targ
 
         (most,) = loop(builder, count, LANES, [constant(float("-inf"))], largest)
         most = broadcast(builder, folded(builder, most, lambda left, right: larger(builder, left, right)))
-        totals = [constant(0.0), *([no_parts(LANES)] if is_whole else [])]
-        total, *parts = loop(builder, count, LANES, totals, exponentials)
-        total = folded(builder, total, builder.fadd)
-        if is_whole:
-            total = builder.select(
-                builder.fcmp_ordered("ord", total, total),
-                from_parts(builder, folded(builder, parts[0], builder.add)),
-                total,
-            )
+        (parts,) = loop(builder, count, LANES, [no_parts(LANES)], exponentials)
+        total = builder.fptrunc(folded(builder, parts, builder.fadd), FLOAT)
         inverse = broadcast(builder, builder.fdiv(FLOAT(1.0), total))
         loop(builder, count, LANES, [], divided)
         return context.get_dummy_value()

@@ -24,7 +24,6 @@ from tinsmith.engine.cpu.vectors import (
     broadcast,
     constant,
     fma,
-    folded,
     halves_at,
     index,
     lanes_in,
@@ -43,7 +42,6 @@ from tinsmith.engine.cpu.vectors import (
 )
 
 TILE_QUERIES = 4 if HAS_32_REGISTERS else 2
-TILE_KEYS = 4
 TILE_VALUES = 8
 """Sizes of the largest tiles of one row's cache, whose widths are constants."""
 TILE_ROWS = 12 if HAS_32_REGISTERS else 6
@@ -117,39 +115,11 @@ def panel_tile(
     / 2 right_line + 2 c + k % 2, and depth is even. Numbers of the right side that are `ahead` bytes after those that
     are multiplied are brought into the first cache, unless it is 0.
     """
-    multiplies_pairs = left.dtype == types.uint16
-    is_float16 = right.dtype == types.int16
-
-    def read_line(builder: Any, pointer: Any, at: Any) -> list[Any]:
-        if pointer.type.pointee != FLOAT and not is_float16:
-            return words_at(builder, pointer, at)
-        reads = halves_at if is_float16 else read
-        return [reads(builder, pointer, index(builder, at, LANES * v)) for v in range(TILE_VECTORS)]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        (outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, factor, _,
-         adds, _) = arguments  # fmt: skip
-        lines = [builder.add(place, builder.mul(line, INT64(r))) for r in range(rows.literal_value)]
-        flat = [index(builder, own, LANES * v) for own in lines for v in range(TILE_VECTORS)]
-        firsts = [builder.add(first, builder.mul(left_line, INT64(r))) for r in range(rows.literal_value)]
-
-        def body(k: Any, sums: Any) -> Any:
-            at, step = builder.add(start, builder.mul(k, right_line)), builder.mul(k, left_step)
-            own = [builder.add(place, step) for place in firsts]
-            if ahead.literal_value:
-                bring_nearer(builder, right, at, ahead.literal_value, TILE_COLUMNS * (2 if multiplies_pairs else 1), 0)
-            if multiplies_pairs:
-                vectors = [pairs_at(builder, right, index(builder, at, 2 * LANES * v)) for v in range(TILE_VECTORS)]
-                factors = (pair_at(builder, left, place) for place in own)
-            else:
-                vectors = read_line(builder, right, at)
-                factors = (broadcast(builder, builder.load(builder.gep(left, [place]))) for place in own)
-            pairs = ((factor, vector) for factor in factors for vector in vectors)
-            add = add_pairs if multiplies_pairs else fma
-            return [add(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
-
-        steps = builder.ashr(depth, INT64(1)) if multiplies_pairs else depth
-        sums = loop(builder, steps, 1, [constant(0.0)] * len(flat), body)
+        outputs, place, line, *sides, factor, _, adds, _ = arguments
+        flat = _places(builder, place, line, rows.literal_value)
+        sums = _sums(builder, left, right, *sides, rows.literal_value, ahead.literal_value)
         factors = broadcast(builder, factor)
         with builder.if_else(builder.icmp_signed("!=", adds, INT64(0))) as (adding, filling):
             with adding:
@@ -164,6 +134,65 @@ def panel_tile(
     return types.void(
         outputs, whole, whole, left, whole, whole, whole, right, whole, whole, whole, types.float32, rows, whole, ahead
     ), generate
+
+
+@of_constants
+def score_tile(
+    context: Any, scores: Any, place: Any, line: Any, queries: Any, first: Any, panel: Any, width: Any, rows: Any
+) -> Any:
+    """scores[place + r line + c] = query r . key c of `rows` queries from number `first` on, which are `width` numbers
+    each, and a panel of keys."""
+    side_by_side = 2 if queries.dtype == types.uint16 else 1
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        scores, place, line, left, first, panel, *_ = arguments
+        size, zero = INT64(width.literal_value), INT64(0)
+        sides = left, first, size, INT64(side_by_side), panel, zero, INT64(side_by_side * TILE_COLUMNS), size
+        sums = _sums(builder, queries, queries, *sides, rows.literal_value, 0)
+        for at, total in zip(_places(builder, place, line, rows.literal_value), sums, strict=True):
+            write(builder, scores, at, total)
+        return context.get_dummy_value()
+
+    whole = types.int64
+    return types.void(scores, whole, whole, queries, whole, panel, width, rows), generate
+
+
+def _places(builder: Any, place: Any, line: Any, rows: int) -> list[Any]:
+    """Where the vectors of a tile's rows are."""
+    lines = [builder.add(place, builder.mul(line, INT64(r))) for r in range(rows)]
+    return [index(builder, own, LANES * v) for own in lines for v in range(TILE_VECTORS)]
+
+
+def _sums(
+    builder: Any, left_type: Any, right_type: Any, left: Any, first: Any, left_line: Any, left_step: Any, right: Any,
+    start: Any, right_line: Any, depth: Any, rows: int, ahead: int,
+) -> Any:  # fmt: skip
+    """The sums of a `panel_tile`."""
+    in_pairs, is_float16 = left_type.dtype == types.uint16, right_type.dtype == types.int16
+    firsts = [builder.add(first, builder.mul(left_line, INT64(r))) for r in range(rows)]
+
+    def read_line(at: Any) -> list[Any]:
+        if in_pairs:
+            return [pairs_at(builder, right, index(builder, at, 2 * LANES * v)) for v in range(TILE_VECTORS)]
+        if right.type.pointee != FLOAT and not is_float16:
+            return words_at(builder, right, at)
+        reads = halves_at if is_float16 else read
+        return [reads(builder, right, index(builder, at, LANES * v)) for v in range(TILE_VECTORS)]
+
+    def body(k: Any, sums: Any) -> Any:
+        at, step = builder.add(start, builder.mul(k, right_line)), builder.mul(k, left_step)
+        if ahead:
+            bring_nearer(builder, right, at, ahead, TILE_COLUMNS * (2 if in_pairs else 1), 0)
+        vectors, own = read_line(at), [builder.add(place, step) for place in firsts]
+        if in_pairs:
+            factors = (pair_at(builder, left, place) for place in own)
+        else:
+            factors = (broadcast(builder, builder.load(builder.gep(left, [place]))) for place in own)
+        pairs, add = ((factor, vector) for factor in factors for vector in vectors), add_pairs if in_pairs else fma
+        return [add(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
+
+    steps = builder.ashr(depth, INT64(1)) if in_pairs else depth
+    return loop(builder, steps, 1, [constant(0.0)] * (rows * TILE_VECTORS), body)
 
 
 @intrinsic
@@ -251,34 +280,6 @@ def transpose_rows(
 
     whole = types.int64
     return types.void(outputs, whole, whole, numbers, whole, whole, whole, columns), generate
-
-
-@of_constants
-def score_tile(
-    context: Any, queries: Any, keys: Any, at: Any, scores: Any, place: Any, line: Any, first: Any,
-    rows: Any, count: Any, width: Any,
-) -> Any:  # fmt: skip
-    """scores[g line + place + k] = queries[g] . keys[at + k width], of `rows` queries from `first` on, `count` keys."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        queries, keys, at, scores, place, line, first, *_ = arguments
-        lanes = lanes_in(width.literal_value)
-        own = builder.mul(first, INT64(width.literal_value))
-        sums = [[constant(0.0, lanes)] * count.literal_value for _ in range(rows.literal_value)]
-        for i in range(0, width.literal_value, lanes):
-            offsets = [index(builder, at, k * width.literal_value + i) for k in range(count.literal_value)]
-            vectors = [read(builder, keys, offset, lanes) for offset in offsets]
-            for g, line_sums in enumerate(sums):
-                query = read(builder, queries, index(builder, own, g * width.literal_value + i), lanes)
-                sums[g] = [fma(builder, query, *pair) for pair in zip(vectors, line_sums, strict=True)]
-        for g, line_sums in enumerate(sums):
-            start = builder.add(place, builder.mul(line, index(builder, first, g)))
-            for k, vector in enumerate(line_sums):
-                builder.store(folded(builder, vector, builder.fadd), builder.gep(scores, [index(builder, start, k)]))
-        return context.get_dummy_value()
-
-    whole = types.int64
-    return types.void(queries, keys, whole, scores, whole, whole, whole, rows, count, width), generate
 
 
 @of_constants

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from tinsmith.engine.cpu.primitives import BITS, EXP_COEFFICIENTS
 
-FLOAT, INT64 = ir.FloatType(), ir.IntType(64)
+FLOAT, DOUBLE, INT64 = ir.FloatType(), ir.DoubleType(), ir.IntType(64)
 
 
 def _has(feature: str) -> bool:
@@ -30,8 +30,8 @@ HAS_PAIRS = _has("avx512bf16")
 """Whether `add_pairs` can be compiled."""
 LANES = 16 if HAS_32_REGISTERS else 8
 """Numbers in a vector, at most."""
-PARTS = 2.0**40
-"""Units of 1 in a sum of whole numbers: a million numbers add up to less than 2^60."""
+PART = 2.0**-37
+"""What terms of sums that have no order are multiples of."""
 of_constants: Callable[[Callable[..., Any]], Any] = cast("Any", intrinsic)(prefer_literal=True)
 """An intrinsic of which some arguments are constants."""
 
@@ -122,19 +122,16 @@ def exponential(builder: Any, vector: Any) -> Any:
 
 
 def whole_parts(builder: Any, vector: Any) -> Any:
-    """Numbers from 0 to 1 as int64 in units of 1 / PARTS, whose sums do not depend on their order."""
-    scaled = builder.fmul(vector, constant(PARTS, vector.type.count))
-    return builder.fptosi(scaled, ir.VectorType(INT64, vector.type.count))
+    """Numbers from 0 to 1 as doubles, rounded to multiples of PART: doubles represent sums of these up to 2^16, so that
+    the sums do not depend on their order."""
+    wide = builder.fpext(vector, ir.VectorType(DOUBLE, vector.type.count))
+    shift = ir.Constant(wide.type, [1.5 * 2.0**52 * PART] * vector.type.count)  # the last bit of what is added to it
+    return builder.fsub(builder.fadd(wide, shift), shift)
 
 
 def no_parts(lanes: int) -> Any:
     """A vector of zeros as `whole_parts` returns it."""
-    return ir.Constant(ir.VectorType(INT64, lanes), [0] * lanes)
-
-
-def from_parts(builder: Any, parts: Any) -> Any:
-    """The float32 of a sum of `whole_parts`."""
-    return builder.fdiv(builder.sitofp(parts, FLOAT), FLOAT(PARTS))
+    return ir.Constant(ir.VectorType(DOUBLE, lanes), [0.0] * lanes)
 
 
 def shuffled(builder: Any, left: Any, right: Any, places: Sequence[int]) -> Any:

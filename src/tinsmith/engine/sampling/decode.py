@@ -35,8 +35,8 @@ from tinsmith.engine.sampling.kv_cache import Bank, CacheRow, CacheShape
 from tinsmith.engine.sampling.state_bank import DecodeStates, StateBank
 
 MAX_PREFIX_NUMBERS = 1 << 24
-"""Numbers of shared prefixes that the compiled function reads again for each of their rows, at most, where it does not
-multiply pairs of bfloat16 numbers. Products read a prefix once for all of its rows."""
+"""Numbers of shared prefixes that the compiled function reads again for each of their rows, at most, where it widens
+bfloat16 numbers. Products read a prefix once for all of its rows."""
 THREAD_NUMBERS = 1 << 16
 """Numbers of a layer's cache from which several threads are faster than one."""
 
@@ -177,7 +177,7 @@ class _CompiledStep:
         prefixes = [row.shared_prefix for row in rows if row.shared_prefix]
         once = {id(row): row for row in prefixes}.values()
         again = sum(row.length for row in prefixes) - sum(row.length for row in once)
-        if again * width > MAX_PREFIX_NUMBERS and kind_of(shape.dtype) != "pairs":
+        if again * width > MAX_PREFIX_NUMBERS and kind_of(shape.dtype) == "bfloat16":
             return None
         # Where some rows have a shared prefix, the others have themselves in its place, without a token.
         parts = [[row.shared_prefix or row, row] if prefixes else [row] for row in rows]
