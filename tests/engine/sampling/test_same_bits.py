@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.engine.conftest import engines
-from tests.engine.cpu.processor import needs_panels, needs_pairs
+from tests.engine.cpu.processor import needs_pairs, needs_panels
 from tests.engine.sampling.helpers import sample_request
 from tests.models import VOCABULARY, save_tokenizer
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, SampleResult

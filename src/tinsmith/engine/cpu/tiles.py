@@ -119,7 +119,7 @@ def panel_tile(
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         outputs, place, line, *sides, factor, _, adds, _ = arguments
         flat = _places(builder, place, line, rows.literal_value)
-        sums = _sums(builder, left, right, *sides, rows.literal_value, ahead.literal_value)
+        sums = _sums(builder, left, right, *sides, rows=rows.literal_value, ahead=ahead.literal_value)
         factors = broadcast(builder, factor)
         with builder.if_else(builder.icmp_signed("!=", adds, INT64(0))) as (adding, filling):
             with adding:
@@ -148,7 +148,7 @@ def score_tile(
         scores, place, line, left, first, panel, *_ = arguments
         size, zero = INT64(width.literal_value), INT64(0)
         sides = left, first, size, INT64(side_by_side), panel, zero, INT64(side_by_side * TILE_COLUMNS), size
-        sums = _sums(builder, queries, queries, *sides, rows.literal_value, 0)
+        sums = _sums(builder, queries, queries, *sides, rows=rows.literal_value, ahead=0)
         for at, total in zip(_places(builder, place, line, rows.literal_value), sums, strict=True):
             write(builder, scores, at, total)
         return context.get_dummy_value()
@@ -165,7 +165,7 @@ def _places(builder: Any, place: Any, line: Any, rows: int) -> list[Any]:
 
 def _sums(
     builder: Any, left_type: Any, right_type: Any, left: Any, first: Any, left_line: Any, left_step: Any, right: Any,
-    start: Any, right_line: Any, depth: Any, rows: int, ahead: int,
+    start: Any, right_line: Any, depth: Any, *, rows: int, ahead: int,
 ) -> Any:  # fmt: skip
     """The sums of a `panel_tile`."""
     in_pairs, is_float16 = left_type.dtype == types.uint16, right_type.dtype == types.int16
