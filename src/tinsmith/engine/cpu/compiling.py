@@ -46,8 +46,8 @@ def compile_part(part: str, kind: str) -> None:
         packed.forward_function(kind)
         packed.backward_function(kind)
         logits.logits_function(of_head)
-        if kind == "pairs":
-            logits.backward_function()
+        if kind != "bfloat16":
+            logits.backward_function(kind)
     else:
         projections.forward_function(kind)
         projections.backward_function(kind)

@@ -138,14 +138,14 @@ BACKWARD = np.dtype(
         ("next", "i8"),  # part to compute next, which the threads count up from 0
         ("rows", "i8"),
         ("width", "i8"),  # of a hidden state, a multiple of TILE_COLUMNS
-        ("words", "i8"),  # of the vocabulary, even
+        ("words", "i8"),  # of the vocabulary, even where bfloat16 is multiplied
         ("parts", "i8"),  # PARTS
-        ("logit_grads", "i8"),  # address of bfloat16 [rows, words]
-        ("weights", "i8"),  # address of bfloat16 [words, width]
+        ("logit_grads", "i8"),  # address of [rows, words]
+        ("weights", "i8"),  # address of [words, width]
         ("sums", "i8"),  # address of float32 [parts, rows, width], zeros
     ]
 )
-"""What the function gets a pointer to, whose numbers are bfloat16 in pairs."""
+"""What the function gets a pointer to."""
 PARTS = 8
 """Parts of the vocabulary: at most so many threads compute."""
 DEPTH = 256
@@ -153,16 +153,18 @@ DEPTH = 256
 
 
 @cache
-def backward_function() -> Any:
+def backward_function(kind: str) -> Any:
     """A C function of a pointer to a BACKWARD, which lives as long as this object: adds the products of gradients of
     logits with the weights of each part of the vocabulary."""
+    number, dtype = (np.float64, np.float32) if kind == "float32" else (np.int64, np.uint16)
 
     @c_function
     def multiply_back(argument):
         call = carray(argument, 1, BACKWARD)[0]
         rows, width, words = call.rows, call.width, call.words
-        grads, weights, sums = pointer(call.logit_grads), pointer(call.weights), pointer(np.float64(call.sums))
-        panel, chunks = np.empty(DEPTH * TILE_COLUMNS, np.uint16), (words + DEPTH - 1) // DEPTH
+        grads, weights = pointer(number(call.logit_grads)), pointer(number(call.weights))
+        sums = pointer(np.float64(call.sums))
+        panel, chunks = np.empty(DEPTH * TILE_COLUMNS, dtype), (words + DEPTH - 1) // DEPTH
         part = atomic_next(argument)
         while part < call.parts:
             own = part * rows * width

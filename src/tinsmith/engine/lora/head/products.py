@@ -112,14 +112,15 @@ class CompiledProducts:
         from tinsmith.engine.cpu import logits
 
         words, width = self._weight.shape
-        if logits_grad.dtype == torch.float32 or words % 2 or width % logits.TILE_COLUMNS:
+        kind = kind_of(logits_grad.dtype)
+        if (kind == "pairs" and words % 2) or width % logits.TILE_COLUMNS:
             return logits_grad @ self._weight
         logits_grad, weight = logits_grad.contiguous(), self._weight.contiguous()
         sums = torch.zeros(logits.PARTS, len(logits_grad), width, device=logits_grad.device)
         call = np.zeros(1, logits.BACKWARD)
         call["rows"], call["width"], call["words"], call["parts"] = len(logits_grad), width, words, len(sums)
         call["logit_grads"], call["weights"], call["sums"] = logits_grad.data_ptr(), weight.data_ptr(), sums.data_ptr()
-        openmp.run(logits.backward_function(), call.ctypes.data, torch.get_num_threads())
+        openmp.run(logits.backward_function(kind), call.ctypes.data, torch.get_num_threads())
         return sums.sum(0).to(self._weight.dtype)
 
 
