@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.cpu.processor import each_dtype
+from tests.engine.cpu.processor import each_dtype, needs_panels
 from tinsmith.engine.lora.head import choice
 from tinsmith.engine.lora.head.products import Addition, CompiledProducts, Float32Products
 from tinsmith.engine.threads.compute import pytorch_threads
@@ -97,3 +97,20 @@ def test_wrong_products_are_not_used(
 @each_dtype
 def test_other_widths_are_multiplied_by_float32_copies(dtype: torch.dtype) -> None:
     assert isinstance(choice.products_of(torch.randn(40, 63).to(dtype), None), Float32Products)
+
+
+@needs_panels
+@pytest.mark.parametrize("rows", [1, 16, 17])
+def test_few_rows_of_a_bfloat16_head_read_two_bytes_a_weight(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where bfloat16 is not multiplied in pairs; the copy differs from the weights here, so that the products show
+    which was read."""
+    monkeypatch.setattr(choice, "panel_kind", lambda _, dtype: "float32" if dtype == torch.float32 else None)
+    weight, hidden = torch.randn(45, 64).bfloat16(), torch.randn(rows, 64).bfloat16()
+    additions = additions_of(64, 45, [(0, rows, 5)])
+    wanted = exact(hidden, weight, additions, None)
+    products = choice.products_of(weight, None)
+    assert isinstance(products, Float32Products)
+    torch.testing.assert_close(products(hidden, additions).double(), wanted, rtol=1e-5, atol=1e-4)
+    products._few = CompiledProducts(2 * weight.float(), None)
+    is_other = bool((products(hidden).double() - 2 * exact(hidden, weight, [], None)).abs().max() < 1e-3)
+    assert is_other == (rows <= 16)

@@ -54,6 +54,7 @@ def panel_kind(device: torch.device, dtype: torch.dtype) -> Kind | None:
     return None if kind == "bfloat16" else kind
 
 
+@cache
 def kind_of(dtype: torch.dtype) -> Kind:
     """What compiled functions multiply fastest on this CPU if their arguments have this dtype."""
     if KINDS[dtype] is float:

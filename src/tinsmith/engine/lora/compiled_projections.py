@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tinsmith.engine.cpu import openmp
 from tinsmith.engine.cpu.arguments import address
-from tinsmith.engine.cpu.instructions import Kind, kind_of
+from tinsmith.engine.cpu.instructions import kind_of
 from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
 
 MULTIPLE_WIDTH = 32
@@ -41,19 +41,13 @@ class Panels:
     """(out, in)."""
     dtype: torch.dtype
     """Of factors and products."""
+    storage: int
+    """What `cpu.panels` calls the numbers of the panels."""
     forward: Tensor
     """W^T in panels."""
     backward: Tensor | None
     """W in panels."""
     bias: Tensor | None
-
-    @property
-    def storage(self) -> int:
-        """What `cpu.panels` calls the numbers of the panels."""
-        from tinsmith.engine.cpu.panels import AS_FACTORS, BFLOAT16, FLOAT16
-
-        kinds = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-        return AS_FACTORS if self.forward.dtype == self.dtype else kinds[self.forward.dtype]
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None, *, backward: bool = True) -> Panels:
@@ -66,12 +60,15 @@ class Panels:
         _, out, width = weights.shape
         rows = [weight if weight.stride(1) == 1 else weight.contiguous() for weight in weights]
         packed = _packed(rows, backward=backward) if weights.dtype == torch.float32 else None
-        forward, transposed = packed or _laid_out(rows, backward=backward)
-        return cls((out, width), weights.dtype, forward, transposed, None if bias is None else bias.contiguous())
+        storage, forward, transposed = packed or _laid_out(rows, backward=backward)
+        own_bias = None if bias is None else bias.contiguous()
+        return cls((out, width), weights.dtype, storage, forward, transposed, own_bias)
 
 
-def _laid_out(weights: Sequence[Tensor], *, backward: bool) -> tuple[Tensor, Tensor | None]:
-    """Matrices [out, in] and the transposed ones as panels."""
+def _laid_out(weights: Sequence[Tensor], *, backward: bool) -> tuple[int, Tensor, Tensor | None]:
+    """Matrices [out, in] and the transposed ones as panels, after how these are stored."""
+    from tinsmith.engine.cpu.panels import AS_FACTORS
+
     out, width = weights[0].shape
     forward = weights[0].new_empty(len(weights), out * width)
     transposed = torch.empty_like(forward) if backward else None
@@ -80,10 +77,10 @@ def _laid_out(weights: Sequence[Tensor], *, backward: bool) -> tuple[Tensor, Ten
         projections().lay_weights(address(forward[number]), *own, width, out)
         if transposed is not None:
             projections().lay_transposed(address(transposed[number]), *own, out, width)
-    return forward, transposed
+    return AS_FACTORS, forward, transposed
 
 
-def _packed(weights: Sequence[Tensor], *, backward: bool) -> tuple[Tensor, Tensor | None] | None:
+def _packed(weights: Sequence[Tensor], *, backward: bool) -> tuple[int, Tensor, Tensor | None] | None:
     """The same of float32 as panels of bfloat16 or float16 numbers; None if neither represents them."""
     from tinsmith.engine.cpu.panels import BFLOAT16, FLOAT16
 
@@ -100,7 +97,7 @@ def _packed(weights: Sequence[Tensor], *, backward: bool) -> tuple[Tensor, Tenso
         transposed = torch.empty_like(forward) if backward else None
         for panel, own in zip(() if transposed is None else transposed, places, strict=False):
             projections().pack_transposed(panel.data_ptr(), *own, out, width, storage)
-        return forward, transposed
+        return storage, forward, transposed
     return None
 
 
@@ -208,7 +205,9 @@ class ProjectionCall:
         weights = None if self.panels is None else [panels.forward for panels in self.panels]
         columns = sum([tensor.shape[1] for tensor in self.wide])
         adapters = None if self.tables is None else self.tables.with_parts(narrow)
-        self._run(projections().forward_function(self._kind), weights, self.inputs.shape[1], columns, adapters)
+        self._run(
+            projections().forward_function(kind_of(self.inputs.dtype)), weights, self.inputs.shape[1], columns, adapters
+        )
 
     def fill_input_grads(self, narrow_grads: Tensor | None = None, *, adds: bool) -> None:
         """Fill the gradients of the inputs, or add to them; and fill those of narrow."""
@@ -216,18 +215,21 @@ class ProjectionCall:
         depth = sum([tensor.shape[1] for tensor in self.wide])
         adapters = None if self.tables is None else self.tables.with_parts(narrow_grads=narrow_grads)
         self._run(
-            projections().backward_function(self._kind), weights, depth, self.inputs.shape[1], adapters, adds=adds
+            projections().backward_function(kind_of(self.inputs.dtype)),
+            weights,
+            depth,
+            self.inputs.shape[1],
+            adapters,
+            adds=adds,
         )
 
     def add_gradients(self, narrow: Tensor, narrow_grads: Tensor) -> None:
         """Add to the gradients of the adapters."""
         assert self.tables is not None
         call = self._call(self._sites(None), 1, 1, self.tables.with_parts(narrow, narrow_grads))
-        openmp.run(projections().gradient_function(self._kind), addressof(call), torch.get_num_threads())
-
-    @property
-    def _kind(self) -> Kind:
-        return kind_of(self.inputs.dtype)
+        openmp.run(
+            projections().gradient_function(kind_of(self.inputs.dtype)), addressof(call), torch.get_num_threads()
+        )
 
     def _run(
         self,

@@ -13,7 +13,6 @@ from tests.engine.device.programs import engine_on_cpu
 from tinsmith.engine.lora import compiled_adapters
 from tinsmith.engine.lora.elementwise import choice
 from tinsmith.engine.lora.head import choice as head_choice
-from tinsmith.engine.lora.head import products as head_products
 from tinsmith.engine.model import precision
 from tinsmith.engine.sampling import batch, device_sampling, sampler, token_sampling
 from tinsmith.engine.sampling.paged.attention import attend_gathered
@@ -42,8 +41,7 @@ def paged() -> Callable[..., TorchEngine]:
 def operators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whatever is computed is PyTorch's operators: NumPy's sums and Numba's loops are in no record."""
     monkeypatch.setattr(choice, "kernels_on", lambda *_: None)
-    for module in (head_choice, head_products):
-        monkeypatch.setattr(module, "panel_kind", lambda *_: None)
+    monkeypatch.setattr(head_choice, "panel_kind", lambda *_: None)
     monkeypatch.setattr(compiled_adapters, "work_on", lambda *_: False)
     for module in (device_sampling, token_sampling):
         monkeypatch.setattr(module, "cumulative_sum", lambda values, dim=1: precision._by_products(values.double()))

@@ -19,14 +19,23 @@ def products_of(weight: Tensor, bias: Tensor | None) -> HeadProducts:
     """The fastest for weights [V, D] and a float32 bias [V] that work on their device."""
     if weight.device.type != "cpu" and weight.dtype != torch.float32:
         return MixedProducts(weight, bias)
-    if panel_kind(weight.device, weight.dtype) is not None and weight.shape[1] % 8 == 0:
-        try:
-            check_products(weight.dtype)
-            return CompiledProducts(weight, bias)
-        except Exception:
-            log.warning("The compiled products of the output head do not work here; all is slower without them.",
-                        exc_info=True)  # fmt: skip
-    return Float32Products(weight, bias)
+    compiled = _compiled(weight, bias)
+    if compiled is None and weight.dtype != torch.float32:
+        return Float32Products(weight, bias, few=_compiled(weight.float(), bias))
+    return compiled or Float32Products(weight, bias)
+
+
+def _compiled(weight: Tensor, bias: Tensor | None) -> CompiledProducts | None:
+    """Compiled products, where they are the fastest and right."""
+    if panel_kind(weight.device, weight.dtype) is None or weight.shape[1] % 8:
+        return None
+    try:
+        check_products(weight.dtype)
+        return CompiledProducts(weight, bias)
+    except Exception:
+        log.warning("The compiled products of the output head do not work here; all is slower without them.",
+                    exc_info=True)  # fmt: skip
+        return None
 
 
 def check_products(dtype: torch.dtype) -> None:

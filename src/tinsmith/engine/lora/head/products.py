@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.cpu import openmp
-from tinsmith.engine.cpu.instructions import kind_of, panel_kind
+from tinsmith.engine.cpu.instructions import kind_of
 from tinsmith.engine.lora.compiled_projections import MULTIPLE_WIDTH, Panels
 from tinsmith.engine.lora.matmul import FrozenLinear
 from tinsmith.engine.model import precision
@@ -128,11 +128,10 @@ class Float32Products:
     """Products with a float32 copy of the weights, on CPUs; those with AMX multiply factors that are bfloat16 values as
     bfloat16."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        wide = weight.float()
-        compiles = panel_kind(wide.device, wide.dtype) is not None and weight.shape[1] % 8 == 0
-        self._weight, self._few = weight, CompiledProducts(wide, bias) if compiles else None
-        self._frozen = FrozenLinear(wide, bias).reorder(backward=False)
+    def __init__(self, weight: Tensor, bias: Tensor | None, few: HeadProducts | None = None) -> None:
+        """`few` computes the products of few rows, which are float32."""
+        self._weight, self._few = weight, few
+        self._frozen = FrozenLinear(weight.float(), bias).reorder(backward=False)
 
     def __call__(self, hidden: Tensor, additions: Sequence[Addition] = ()) -> Tensor:
         """See `HeadProducts`."""
