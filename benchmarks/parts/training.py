@@ -29,6 +29,7 @@ from benchmarks.comparison import Comparison, Line, Setting, in_turns, rotate, t
 from benchmarks.engine_driver import EngineDriver
 from benchmarks.workloads import Batch, grpo
 from tinsmith.engine.lora import compiled_adapters
+from tinsmith.engine.lora.compiled_projections import fit
 from tinsmith.engine.lora.linear import LoraLinear
 from tinsmith.engine.lora.matmul import FrozenLinear
 from tinsmith.engine.model import packing
@@ -162,10 +163,13 @@ def peak_rates(ours: EngineDriver) -> dict[tuple[int, int], float]:
     or by our compiled function."""
     rates = {}
     device, dtype = torch.device(ours.engine.card.device), getattr(torch, ours.engine.card.dtype)
-    forms = {False, compiled_adapters.work_on(device, dtype)}
+    compiles = compiled_adapters.work_on(device, dtype)
     for height, width in weight_flops(ours):
-        left, right = (torch.randn(rows, width, device=device, dtype=dtype) for rows in (HEIGHT, height))
-        fixed = [FrozenLinear(right).reorder(backward=False, panels=panels) for panels in forms]
+        left, right = (torch.randn(rows, width, device=device).bfloat16().to(dtype) for rows in (HEIGHT, height))
+        fixed = [FrozenLinear(right).reorder(backward=False)]
+        if compiles and fit(right.shape):
+            fixed.append(FrozenLinear(right))
+            fixed[-1].lay_out()
 
         def product(form: FrozenLinear, left: torch.Tensor = left) -> None:
             form(left)
