@@ -15,7 +15,7 @@ from numba import carray, njit, types  # pyright: ignore[reportAttributeAccessIs
 from numba.extending import overload  # pyright: ignore[reportAttributeAccessIssue] - it comes by a star
 
 from tinsmith.engine.cpu.panels import BLOCK, HALF_ROWS, lay_columns, lay_depth
-from tinsmith.engine.cpu.primitives import atomic_next, c_function, pointer, void_pointer
+from tinsmith.engine.cpu.primitives import atomic_next, c_function, numbers_of, pointer, void_pointer
 from tinsmith.engine.cpu.rows import copy_row, fill, softmax_row
 from tinsmith.engine.cpu.tiles import (
     TILE_COLUMNS,
@@ -243,7 +243,7 @@ def attention_function(kind: str, group: int, key_width: int, value_width: int, 
     queries of a key head and tokens of these widths, which are constants in its machine code. Each token's values are
     `value_stride` numbers after the last one's, more than their width if they are parts of its key."""
     in_pairs = kind == "pairs" and not key_width % WIDTH_OF_PAIRS and not value_width % WIDTH_OF_PAIRS
-    number, dtype = np.float64 if kind == "float32" else np.int64, np.uint16 if in_pairs else np.float32
+    number, dtype = numbers_of("bfloat16" if kind == "pairs" and not in_pairs else kind)
     score_rest, ahead = group % SCORE_ROWS, BLOCK * key_width
     weigh_rest = group % (HALF_ROWS if in_pairs else TILE_QUERIES)
 

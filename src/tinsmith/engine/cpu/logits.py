@@ -14,7 +14,7 @@ import numpy as np
 from numba import carray, njit  # pyright: ignore[reportAttributeAccessIssue] - it comes by a star
 
 from tinsmith.engine.cpu.panels import lay_columns, lay_rows, multiply, multiply_weights
-from tinsmith.engine.cpu.primitives import atomic_next, c_function, pointer, void_pointer
+from tinsmith.engine.cpu.primitives import atomic_next, c_function, numbers_of, pointer, void_pointer
 from tinsmith.engine.cpu.rows import copy_row
 from tinsmith.engine.cpu.tiles import TILE_COLUMNS, data_of
 
@@ -72,7 +72,7 @@ def multiply_span(
 @cache
 def logits_function(kind: str) -> Any:
     """A C function of a pointer to a PRODUCT, which lives as long as this object: fills the logits."""
-    number = np.float64 if kind == "float32" else np.int64
+    number, _ = numbers_of(kind)
 
     @c_function
     def fill_logits(argument):
@@ -104,7 +104,7 @@ def logits_function(kind: str) -> Any:
 @cache
 def narrow_function(kind: str) -> Any:
     """A C function of a pointer to a PRODUCT, which lives as long as this object: fills narrow of the spans."""
-    number = np.float64 if kind == "float32" else np.int64
+    number, _ = numbers_of(kind)
 
     @c_function
     def fill_narrow(argument):
@@ -156,7 +156,7 @@ DEPTH = 256
 def backward_function(kind: str) -> Any:
     """A C function of a pointer to a BACKWARD, which lives as long as this object: adds the products of gradients of
     logits with the weights of each part of the vocabulary."""
-    number, dtype = (np.float64, np.float32) if kind == "float32" else (np.int64, np.uint16)
+    number, dtype = numbers_of(kind)
 
     @c_function
     def multiply_back(argument):

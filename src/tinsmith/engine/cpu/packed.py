@@ -18,7 +18,7 @@ from numba import carray, njit, types  # pyright: ignore[reportAttributeAccessIs
 from numba.extending import overload  # pyright: ignore[reportAttributeAccessIssue] - it comes by a star
 
 from tinsmith.engine.cpu.panels import BLOCK, PANEL_LINE, even, lay_depth, lay_in_order, lay_rows
-from tinsmith.engine.cpu.primitives import atomic_next, c_function, load, pointer, store, void_pointer
+from tinsmith.engine.cpu.primitives import atomic_next, c_function, load, numbers_of, pointer, store, void_pointer
 from tinsmith.engine.cpu.rows import (
     add_row,
     copy_row,
@@ -334,15 +334,10 @@ def tables_of(whole: Any) -> Any:
     )
 
 
-def _types(kind: str) -> tuple[type[Any], type[Any]]:
-    """What the addresses of numbers are made, and the numbers that products read, for an `instructions.Kind`."""
-    return (np.float64 if kind == "float32" else np.int64), (np.uint16 if kind == "pairs" else np.float32)
-
-
 @cache
 def forward_function(kind: str) -> Any:
     """A C function of a pointer to a PASS, which lives as long as this object: fills the outputs."""
-    number, dtype = _types(kind)
+    number, dtype = numbers_of(kind)
 
     @c_function
     def attend(argument):
@@ -382,7 +377,7 @@ def forward_function(kind: str) -> Any:
 def backward_function(kind: str) -> Any:
     """A C function of a pointer to a PASS, which lives as long as this object: fills the gradients of queries, and adds
     to those of keys and values."""
-    number, dtype = _types(kind)
+    number, dtype = numbers_of(kind)
 
     @c_function
     def attend_backward(argument):

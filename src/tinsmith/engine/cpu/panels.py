@@ -221,18 +221,31 @@ def multiply_transposed(
                          np.int64(adds))  # fmt: skip
 
 
-@njit(error_model="numpy")
-def multiply_weights(outputs, place, line, left, first, left_line, weights, storage, start, depth, rows, adds):  # type: ignore[no-untyped-def]
+def multiply_weights(
+    outputs: Any, place: Any, line: Any, left: Any, first: Any, left_line: Any, weights: Any, storage: Any, start: Any,
+    depth: Any, rows: Any, adds: Any,
+) -> None:  # fmt: skip
     """`multiply` with a panel of weights that begins with number `start` of those at an address."""
-    if storage == BFLOAT16:
-        multiply(outputs, place, line, left, first, left_line, pointer(np.int64(weights)), start, depth, np.float32(1),
-                 rows, adds)  # fmt: skip
-    elif storage == FLOAT16:
-        multiply(outputs, place, line, left, first, left_line, half_pointer(weights), start, depth, np.float32(1), rows,
-                 adds)  # fmt: skip
-    else:
+
+
+@overload(multiply_weights)
+def _multiply_weights(outputs, place, line, left, first, left_line, weights, storage, start, depth, rows, adds):
+    def stored(outputs, place, line, left, first, left_line, weights, storage, start, depth, rows, adds):
+        if storage == BFLOAT16:
+            multiply(outputs, place, line, left, first, left_line, pointer(np.int64(weights)), start, depth,
+                     np.float32(1), rows, adds)  # fmt: skip
+        elif storage == FLOAT16:
+            multiply(outputs, place, line, left, first, left_line, half_pointer(weights), start, depth, np.float32(1),
+                     rows, adds)  # fmt: skip
+        else:
+            multiply(outputs, place, line, left, first, left_line, pointer_like(left, weights), start, depth,
+                     np.float32(1), rows, adds)  # fmt: skip
+
+    def in_pairs(outputs, place, line, left, first, left_line, weights, storage, start, depth, rows, adds):
         multiply(outputs, place, line, left, first, left_line, pointer_like(left, weights), start, depth, np.float32(1),
                  rows, adds)  # fmt: skip
+
+    return in_pairs if left.dtype == types.uint16 else stored
 
 
 def _multiply(
@@ -281,38 +294,37 @@ def _multiply_transposed_of(
 def _multiply_pairs(
     outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, factor, rows, adds
 ):  # type: ignore[no-untyped-def]
-    row = 0
-    while row + PAIR_ROWS <= rows:
-        panel_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right, start,
-                   right_line, depth, factor, PAIR_ROWS, adds, AHEAD)  # fmt: skip
-        row += PAIR_ROWS
-    if row + HALF_ROWS <= rows:
-        panel_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right, start,
-                   right_line, depth, factor, HALF_ROWS, adds, AHEAD)  # fmt: skip
-        row += HALF_ROWS
-    while row < rows:
-        panel_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right, start,
-                   right_line, depth, factor, 1, adds, AHEAD)  # fmt: skip
-        row += 1
+    _multiply_in_tiles(outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, factor,
+                       rows, adds, PAIR_ROWS, HALF_ROWS, 1)  # fmt: skip
 
 
 @njit(error_model="numpy")
 def _multiply_floats(
     outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, factor, rows, adds
 ):  # type: ignore[no-untyped-def]
+    _multiply_in_tiles(outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, factor,
+                       rows, adds, TILE_ROWS, MANY_ROWS, FEW_ROWS)  # fmt: skip
+
+
+@njit(inline="always")
+def _multiply_in_tiles(
+    outputs: Any, place: Any, line: Any, left: Any, first: Any, left_line: Any, left_step: Any, right: Any, start: Any,
+    right_line: Any, depth: Any, factor: Any, rows: Any, adds: Any, most: Any, many: Any, few: Any,
+) -> None:  # fmt: skip
+    """`panel_tile` of any number of rows: of `most`, then of `many`, `few` and 1, which are constants."""
     row = 0
-    while row + TILE_ROWS <= rows:
+    while row + most <= rows:
         panel_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right, start,
-                   right_line, depth, factor, TILE_ROWS, adds, AHEAD)  # fmt: skip
-        row += TILE_ROWS
-    if row + MANY_ROWS <= rows:
+                   right_line, depth, factor, most, adds, AHEAD)  # fmt: skip
+        row += most
+    if row + many <= rows:
         panel_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right, start,
-                   right_line, depth, factor, MANY_ROWS, adds, AHEAD)  # fmt: skip
-        row += MANY_ROWS
-    if row + FEW_ROWS <= rows:
+                   right_line, depth, factor, many, adds, AHEAD)  # fmt: skip
+        row += many
+    if few > 1 and row + few <= rows:
         panel_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right, start,
-                   right_line, depth, factor, FEW_ROWS, adds, AHEAD)  # fmt: skip
-        row += FEW_ROWS
+                   right_line, depth, factor, few, adds, AHEAD)  # fmt: skip
+        row += few
     while row < rows:
         panel_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right, start,
                    right_line, depth, factor, 1, adds, AHEAD)  # fmt: skip

@@ -36,6 +36,12 @@ c_function: Callable[..., Any] = cfunc(
 """The same, as a C function of a pointer, for `openmp.run`."""
 
 
+def numbers_of(kind: str) -> tuple[type[Any], type[Any]]:
+    """What the addresses of numbers are made for `pointer`, and the numbers that products read, for an
+    `instructions.Kind`."""
+    return (np.float64 if kind == "float32" else np.int64), (np.uint16 if kind == "pairs" else np.float32)
+
+
 @intrinsic
 def pointer(context: Any, address: Any) -> Any:
     """A pointer to numbers at an address: of float32 if it is a float, of bfloat16 if it is an int."""

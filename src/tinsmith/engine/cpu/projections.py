@@ -36,6 +36,7 @@ from tinsmith.engine.cpu.primitives import (
     c_function,
     compiled,
     half_pointer,
+    numbers_of,
     pointer,
     pointer_like,
     void_pointer,
@@ -206,16 +207,11 @@ def start_sums(call, site, sums, like, column, first, rows, matrix):  # type: ig
                      site.bias != 0)  # fmt: skip
 
 
-def _numbers(kind: str) -> type[Any]:
-    """What numbers are in memory, for an `instructions.Kind`."""
-    return np.float32 if kind == "float32" else np.uint16
-
-
 @cache
 def forward_function(kind: str) -> Any:
     """A C function of a pointer to a CALL, which lives as long as this object: fills the outputs, or adds to them
     without weights, and fills narrow, unless it is 0."""
-    dtype = _numbers(kind)
+    _, dtype = numbers_of(kind)
 
     @c_function
     def fill_outputs(argument):
@@ -308,7 +304,7 @@ def start_grads(call, sites, sums, like, column, first, rows, matrix):  # type: 
 def backward_function(kind: str) -> Any:
     """A C function of a pointer to a CALL, which lives as long as this object: fills the gradients of the inputs, or
     adds to them, and fills those of narrow, unless they are 0."""
-    dtype = _numbers(kind)
+    _, dtype = numbers_of(kind)
 
     @c_function
     def fill_input_grads(argument):
@@ -406,7 +402,7 @@ def parts_of(columns: Any) -> Any:
 def gradient_function(kind: str) -> Any:
     """A C function of a pointer to a CALL, which lives as long as this object: adds to the gradients of A and B of the
     adapters that have some."""
-    dtype = _numbers(kind)
+    _, dtype = numbers_of(kind)
 
     @c_function
     def add_gradients(argument):

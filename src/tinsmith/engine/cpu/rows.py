@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from tinsmith.engine.cpu.primitives import BITS, load, rounded, store
+from tinsmith.engine.cpu.primitives import load, rounded, store
 from tinsmith.engine.cpu.vectors import (
     FLOAT,
     INT64,
@@ -22,7 +22,7 @@ from tinsmith.engine.cpu.vectors import (
     larger,
     loop,
     no_parts,
-    put_bits,
+    put_words,
     read,
     shuffled,
     whole_parts,
@@ -116,15 +116,10 @@ def pair_float_rows(
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         target, place, numbers, first, second, count = arguments
-        bits = ir.VectorType(BITS, LANES)
-        half, upper = (ir.Constant(bits, [number] * LANES) for number in (16, 0xFFFF0000))
 
         def body(c: Any, carried: Any) -> Any:
-            left, right = (
-                builder.bitcast(read(builder, numbers, builder.add(row, c)), bits) for row in (first, second)
-            )
-            pairs = builder.or_(builder.lshr(left, half), builder.and_(right, upper))
-            put_bits(builder, target, builder.add(place, builder.shl(c, INT64(1))), pairs)
+            left, right = (read(builder, numbers, builder.add(row, c)) for row in (first, second))
+            put_words(builder, target, builder.add(place, builder.shl(c, INT64(1))), left, right)
             return carried
 
         loop(builder, count, LANES, [], body)

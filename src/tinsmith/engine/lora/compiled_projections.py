@@ -205,31 +205,23 @@ class ProjectionCall:
         weights = None if self.panels is None else [panels.forward for panels in self.panels]
         columns = sum([tensor.shape[1] for tensor in self.wide])
         adapters = None if self.tables is None else self.tables.with_parts(narrow)
-        self._run(
-            projections().forward_function(kind_of(self.inputs.dtype)), weights, self.inputs.shape[1], columns, adapters
-        )
+        function = projections().forward_function(kind_of(self.inputs.dtype))
+        self._run(function, weights, self.inputs.shape[1], columns, adapters)
 
     def fill_input_grads(self, narrow_grads: Tensor | None = None, *, adds: bool) -> None:
         """Fill the gradients of the inputs, or add to them; and fill those of narrow."""
         weights = None if self.panels is None else [_transposed(panels) for panels in self.panels]
         depth = sum([tensor.shape[1] for tensor in self.wide])
         adapters = None if self.tables is None else self.tables.with_parts(narrow_grads=narrow_grads)
-        self._run(
-            projections().backward_function(kind_of(self.inputs.dtype)),
-            weights,
-            depth,
-            self.inputs.shape[1],
-            adapters,
-            adds=adds,
-        )
+        function = projections().backward_function(kind_of(self.inputs.dtype))
+        self._run(function, weights, depth, self.inputs.shape[1], adapters, adds=adds)
 
     def add_gradients(self, narrow: Tensor, narrow_grads: Tensor) -> None:
         """Add to the gradients of the adapters."""
         assert self.tables is not None
         call = self._call(self._sites(None), 1, 1, self.tables.with_parts(narrow, narrow_grads))
-        openmp.run(
-            projections().gradient_function(kind_of(self.inputs.dtype)), addressof(call), torch.get_num_threads()
-        )
+        function = projections().gradient_function(kind_of(self.inputs.dtype))
+        openmp.run(function, addressof(call), torch.get_num_threads())
 
     def _run(
         self,
