@@ -112,7 +112,6 @@ def test_matrices_are_laid_out_if_memory_allows(dtype: torch.dtype, tiny_llama: 
 def test_weights_are_reordered_if_memory_allows(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):
     """Where no compiled functions multiply, and of bfloat16 alone."""
     monkeypatch.setattr(compiled_adapters, "panel_kind", lambda *_: None)
-    monkeypatch.setattr(matmul, "_can_reorder", lambda _: torch.backends.mkldnn.is_available())
     for dtype in (torch.float32, torch.bfloat16):
         base = loading.load(EngineConfig(source=str(tiny_llama), dtype=dtype_name(dtype), device="cpu"))
         linear.adapt(base)
@@ -121,7 +120,7 @@ def test_weights_are_reordered_if_memory_allows(tiny_llama: Path, monkeypatch: p
         autotune.reorder_weights(base, autotune.REORDER_MEMORY_SHARE * size - 1)
         assert not any(matrix.reordered for matrix in matrices)
         autotune.reorder_weights(base, autotune.REORDER_MEMORY_SHARE * size)
-        is_reordered = dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+        is_reordered = dtype == torch.bfloat16 and matmul._can_reorder(dtype)
         assert {matrix.reordered for matrix in matrices} == {is_reordered}
 
 
