@@ -39,6 +39,9 @@ MANY_ROWS, FEW_ROWS = (8, 4) if HAS_32_REGISTERS else (4, 2)
 AS_FACTORS, BFLOAT16, FLOAT16 = 0, 1, 2
 """What the numbers of a panel are that float32 ones are multiplied with: float32, bfloat16 in words, or float16. Those
 that are multiplied in pairs are as their factors too."""
+DEPTH = 64
+"""Float32 products that are added up in a row: rounding grows with the root of their number. Sums of so many are added
+to the result."""
 AHEAD = 8192
 """Bytes from a number of a panel to the one that is brought nearer with it. Processors do so within a page of 4096."""
 PANEL_LINE = 2 * TILE_COLUMNS
@@ -258,8 +261,9 @@ def _multiply(
 @overload(_multiply)
 def _multiply_of(outputs, place, line, left, first, left_line, right, start, depth, factor, rows, adds):
     def whole(outputs, place, line, left, first, left_line, right, start, depth, factor, rows, adds):
-        _multiply_floats(outputs, place, line, left, first, left_line, 1, right, start, TILE_COLUMNS, depth, factor,
-                         rows, adds)  # fmt: skip
+        for k in range(0, max(depth, 1), DEPTH):
+            _multiply_floats(outputs, place, line, left, first + k, left_line, 1, right, start + k * TILE_COLUMNS,
+                             TILE_COLUMNS, min(DEPTH, depth - k), factor, rows, adds or k)  # fmt: skip
 
     def in_pairs(outputs, place, line, left, first, left_line, right, start, depth, factor, rows, adds):
         _multiply_pairs(outputs, place, line, left, first, left_line, 2, right, start, PANEL_LINE, depth, factor, rows,
@@ -280,8 +284,10 @@ def _multiply_transposed_of(
     outputs, place, line, left, first, left_line, right, start, right_line, depth, factor, rows, adds
 ):
     def whole(outputs, place, line, left, first, left_line, right, start, right_line, depth, factor, rows, adds):
-        _multiply_floats(outputs, place, line, left, first, np.int64(1), left_line, right, start, right_line, depth,
-                         factor, rows, adds)  # fmt: skip
+        for k in range(0, max(depth, 1), DEPTH):
+            _multiply_floats(outputs, place, line, left, first + k * left_line, np.int64(1), left_line, right,
+                             start + k * right_line, right_line, min(DEPTH, depth - k), factor, rows,
+                             adds or k)  # fmt: skip
 
     def in_pairs(outputs, place, line, left, first, left_line, right, start, right_line, depth, factor, rows, adds):
         _multiply_pairs(outputs, place, line, left, 2 * first, np.int64(2), 2 * left_line, right, 2 * start,
