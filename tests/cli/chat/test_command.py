@@ -71,7 +71,7 @@ def test_smollm2_in_a_terminal(smollm2: Path, tmp_path: Path):
     terminal = pexpect.spawn(sys.executable, words, env=environment, encoding="utf-8", timeout=300, cwd=tmp_path)
     prompt = "\n> "
     terminal.expect(f"Ctrl-D ends\r{prompt}")
-    terminal.sendline("What is the capital of France?")
+    terminal.sendline("Complete the sentence: The capital of France is")
     terminal.expect("Paris")
     terminal.expect(prompt)
     terminal.sendline("Describe the sea at length.")

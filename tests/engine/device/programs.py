@@ -28,7 +28,8 @@ from tinsmith.engine.sampling.paged.attention import attend_gathered
 from tinsmith.engine.sampling.paged.step import DecodeStep
 from tinsmith.engine.torch_engine import TorchEngine
 
-ADAM = AdamParams(learning_rate=1e-2, eps=1e-6, grad_clip_norm=1.0)
+ADAM = AdamParams(learning_rate=1e-3, eps=1e-3, grad_clip_norm=1.0)
+"""With a small eps, steps would make the rounding of small gradients large."""
 Numbers = dict[str, list[np.ndarray]]
 
 
