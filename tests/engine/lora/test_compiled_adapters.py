@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.engine.cpu.processor import each_dtype, needs_panels
 from tinsmith.engine.cpu import projections, tiles
 from tinsmith.engine.lora import compiled_adapters, compiled_projections
-from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair
+from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair, PlacedAdapter
 from tinsmith.engine.lora.adapter_groups import AdapterGroup, AdapterSlice
 from tinsmith.engine.lora.compiled_adapters import CompiledAdapters, compiled_groups
 from tinsmith.engine.lora.compiled_projections import Panels, ProjectionCall
@@ -224,6 +224,46 @@ def test_what_a_row_gives_does_not_depend_on_the_others(dtype: torch.dtype) -> N
                 parts.append([*outputs, compiled_adapters.project_back(own, panels, groups, names, None, narrow)])
         results.append([torch.cat(tensors) for tensors in zip(*parts, strict=True)])
     assert all(torch.equal(left, right) for other in results[1:] for left, right in zip(results[0], other, strict=True))
+
+
+@each_dtype
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("positions", [1, 70])
+@pytest.mark.parametrize("rank", [8, 16, 24, 32, 40])
+def test_matrices_that_are_not_trained_are_laid_out_once(
+    dtype: torch.dtype, rank: int, positions: int, count: int
+) -> None:
+    """And give the bits of those that each call lays out."""
+    names, outputs = ["0", "1", "2"], [32, 96, 64]
+    matrices = [Panels.of(numbers(n, 64, n, dtype)) for n in outputs]
+    laid_out, trained = (adapter(rank, 64, outputs, dtype, trained=trained) for trained in (False, True))
+    inputs, results = numbers(positions, 64, 1, dtype), []
+    with pytorch_threads(count):
+        for weights in (trained, laid_out, laid_out):
+            group = CompiledAdapters([(weights, 0, positions)])
+            results.append(compiled_adapters.project(inputs, matrices, [group], names)[0])
+    assert all(torch.equal(left, right) for other in results[1:] for left, right in zip(results[0], other, strict=True))
+    assert list(laid_out.panels) == ["0"]
+    assert not trained.panels
+
+
+@each_dtype
+def test_groups_of_repeated_passes_are_used_again(dtype: torch.dtype) -> None:
+    left, right = (adapter(16, 32, [32], dtype, trained=False) for _ in range(2))
+    active, two, alone = ActiveAdapters(compiled=True), [(left, 0, 3), (right, 3, 4)], [(left, 0, 4)]
+
+    def groups_of(placed: list[PlacedAdapter], *, repeats: bool) -> AdapterGroup:
+        with active.using(placed, repeats=repeats):
+            (group,) = active.groups
+        return group
+
+    first = groups_of(two, repeats=True)
+    assert groups_of(list(two), repeats=True) is first
+    second = groups_of(alone, repeats=True)
+    assert groups_of(alone, repeats=False) is second
+    assert groups_of(alone, repeats=True) is not second
+    active.release_memory()
+    assert groups_of(two, repeats=True) is not first
 
 
 def test_sizes_are_those_of_the_compiled_functions() -> None:

@@ -10,6 +10,7 @@ import torch
 from tests.engine.cpu.processor import each_dtype, needs_panels
 from tinsmith.engine import autotune
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.cpu import panels
 from tinsmith.engine.lora import compiled_adapters, compiled_projections, linear, matmul
 from tinsmith.engine.lora.matmul import FrozenLinear
 from tinsmith.engine.model import loading
@@ -68,7 +69,7 @@ def test_float32_matrix_is_kept_as_its_weights_allow(dtype: torch.dtype) -> None
     assert frozen.panels is not None
     assert {frozen.panels.forward.dtype, frozen.panels.backward.dtype} == {dtype}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled_projections, "_packed", lambda *_, **__: None)
+        patch.setattr(compiled_projections, "_storages", lambda dtype: [(dtype, panels.AS_FACTORS)])
         whole.lay_out()
     assert whole.panels.forward.dtype == torch.float32
     for rows in (1, 3, 30):

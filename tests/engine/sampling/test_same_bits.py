@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -125,3 +127,21 @@ def test_seed_gives_the_same_sample_beside_others(engine_with: Callable[..., Any
             assert np.array_equal(left.tokens, right.tokens)
             assert np.array_equal(left.logprobs, right.logprobs)
     wait(engine.detach("version"))
+
+
+def test_adapters_are_garbage_after_their_last_sequence(
+    engine_with: Callable[..., Any], wait: Any, trained: Path
+) -> None:
+    """The tables of a step are kept for the next one, and refer to the weights."""
+
+    async def main() -> None:
+        engine = engine_with()
+        await engine.attach("left", trained)
+        await engine.sample(sample_request(prompt(0), version="left", num_samples=2, max_tokens=5))
+        weights = weakref.ref(engine.sampler.versions.weights("left"))
+        assert weights().panels
+        await engine.detach("left")
+        gc.collect()
+        assert weights() is None
+
+    wait(main())

@@ -83,6 +83,7 @@ ADAPTER = np.dtype(
         ("stop", "i8"),
         ("rank", "i8"),  # of bfloat16 a multiple of 8
         ("scale", "f8"),
+        ("a_panels", "i8"),  # address of panels [width, line_of(sites, rank)] of A^T of all sites, or 0
         ("pair_table", "i8"),  # address of PAIR [sites]
         ("narrow", "i8"),  # address of [stop - start, line_of(sites, rank)], or 0
         ("narrow_grads", "i8"),
@@ -95,6 +96,7 @@ PAIR = np.dtype(
         ("a_line", "i8"),
         ("b", "i8"),  # address of [columns, rank]
         ("b_line", "i8"),
+        ("b_panels", "i8"),  # address of panels [rank, columns] of B^T, or 0
         ("a_grads", "i8"),  # addresses of float32 of these shapes, or 0 of what is not trained here
         ("b_grads", "i8"),
     ]
@@ -178,13 +180,17 @@ def round_rows(numbers: Any, start: Any, line: Any, sums: Any, rows: Any) -> Non
 
 
 @njit(error_model="numpy")
-def fill_narrow(call, sites, adapter, panels, narrow, stride, first, low, high, keeps):  # type: ignore[no-untyped-def]
-    """Narrow of an adapter's rows low..high, in a block that begins with row `first`."""
+def fill_narrow(call, sites, adapter, room, narrow, stride, first, low, high, keeps):  # type: ignore[no-untyped-def]
+    """Narrow of an adapter's rows low..high, in a block that begins with row `first`. There is room for A in panels."""
     pairs, slot, line = pairs_of(adapter, sites), in_blocks(adapter.rank), line_of(len(sites), adapter.rank)
     start, width, inputs = (low - first) * stride, call.width, pointer_like(narrow, call.inputs)
-    for number in range(len(sites)):
-        pair = pairs[number]
-        lay_columns(panels, number * slot, pointer_like(narrow, pair.a), 0, pair.a_line, width, adapter.rank)
+    panels = room
+    if adapter.a_panels:
+        panels = pointer_like(narrow, adapter.a_panels)
+    else:
+        for number in range(len(sites)):
+            pair = pairs[number]
+            lay_columns(panels, number * slot, pointer_like(narrow, pair.a), 0, pair.a_line, width, adapter.rank)
     for column in range(0, line, TILE_COLUMNS):  # what is beyond the last slot is not read
         multiply(narrow, start + column, stride, inputs, low * call.input_line, call.input_line, panels, column * width,
                  width, np.float32(1), high - low, 0)  # fmt: skip
@@ -245,10 +251,14 @@ def forward_function(kind: str) -> Any:
                     adapter = adapters[at]
                     pair = pairs_of(adapter, sites)[number]
                     low, high, rank = max(first, adapter.start), min(last, adapter.stop), adapter.rank
-                    lay_columns(data_of(b_panel), 0, pointer_like(data_of(narrow), pair.b), column * pair.b_line,
-                                pair.b_line, rank, TILE_COLUMNS)  # fmt: skip
+                    panel, start = data_of(b_panel), 0
+                    if pair.b_panels:
+                        panel, start = pointer_like(data_of(narrow), pair.b_panels), column * rank
+                    else:
+                        lay_columns(panel, 0, pointer_like(data_of(narrow), pair.b), column * pair.b_line, pair.b_line,
+                                    rank, TILE_COLUMNS)  # fmt: skip
                     multiply(data_of(sums), (low - first) * TILE_COLUMNS, TILE_COLUMNS, data_of(narrow),
-                             (low - first) * stride + number * in_blocks(rank), stride, data_of(b_panel), 0, rank,
+                             (low - first) * stride + number * in_blocks(rank), stride, panel, start, rank,
                              np.float32(adapter.scale), high - low, 1)  # fmt: skip
                 round_rows(pointer_like(data_of(narrow), site.outputs), first * site.output_line + column,
                            site.output_line, data_of(sums), last - first)  # fmt: skip
@@ -445,9 +455,10 @@ def gradient_function(kind: str) -> Any:
 
 
 @compiled
-def lay_weights(panels, weights, stride, depth, columns):
-    """Panels [columns / TILE_COLUMNS, depth, TILE_COLUMNS] of W [columns, depth]; at addresses (`pointer`)."""
-    lay_columns(pointer(panels), 0, pointer(weights), 0, stride, depth, columns)
+def lay_weights(panels, column, weights, stride, depth, columns):
+    """W [columns, depth] in panels [columns / TILE_COLUMNS, depth, TILE_COLUMNS] at addresses (`pointer`), from a
+    column on that begins a block."""
+    lay_columns(pointer(panels), column, pointer(weights), 0, stride, depth, columns)
 
 
 @compiled
@@ -458,36 +469,21 @@ def lay_transposed(panels, weights, stride, depth, columns):
 
 
 @compiled
-def pack_weights(panels, weights, stride, depth, columns, storage):
-    """`lay_weights` of float32 numbers, as `panels` stores them. Returns bits that are 0 if they are the same then."""
-    panel, lost = np.empty(depth * TILE_COLUMNS, np.float32), np.uint32(0)
-    for column in range(0, columns, TILE_COLUMNS):
-        lay_columns(data_of(panel), 0, pointer(weights), column * stride, stride, depth, TILE_COLUMNS)
-        for k in range(0, depth * TILE_COLUMNS, TILE_COLUMNS):
-            if storage == BFLOAT16:
-                lost |= pack_line(pointer(panels), column * depth + k, data_of(panel), k)
-            else:
-                lost |= pack_line(half_pointer(panels), column * depth + k, data_of(panel), k)
+def pack(panels, numbers, count, storage):
+    """Float32 numbers of panels as `panels` stores them. Returns bits that are 0 if they are the same then."""
+    lost = np.uint32(0)
+    for place in range(0, count, TILE_COLUMNS):
+        if storage == BFLOAT16:
+            lost |= pack_line(pointer(panels), place, pointer(numbers), place)
+        else:
+            lost |= pack_line(half_pointer(panels), place, pointer(numbers), place)
     return lost
-
-
-@compiled
-def pack_transposed(panels, weights, stride, depth, columns, storage):
-    """`lay_transposed` of float32 numbers, as `panels` stores them."""
-    for column in range(0, columns, TILE_COLUMNS):
-        for k in range(depth):
-            place, start = column * depth + k * TILE_COLUMNS, column + k * stride
-            if storage == BFLOAT16:
-                pack_line(pointer(panels), place, pointer(weights), start)
-            else:
-                pack_line(half_pointer(panels), place, pointer(weights), start)
 
 
 def compile_layouts(kind: str) -> None:
     """Compile what lays weights out."""
+    number, _ = numbers_of(kind)
+    lay_weights(number(0), 0, number(0), 0, 0, 0)
+    lay_transposed(number(0), number(0), 0, 0, 0)
     if kind == "float32":
-        for function in (pack_weights, pack_transposed):
-            function(0, 0.0, 0, 0, 0, 0)
-    else:
-        for function in (lay_weights, lay_transposed):
-            function(0, 0, 0, 0, 0)
+        pack(0, 0.0, 0, 0)

@@ -172,6 +172,16 @@ class AdapterLayout:
         return flat
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterPanels:
+    """Matrices of projections that share their input as compiled functions read them (`compiled_projections`)."""
+
+    tensors: tuple[Tensor, ...]
+    """A of all projections in panels, and B of each."""
+    addresses: tuple[int, ...]
+    """What the functions get of them."""
+
+
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class AdapterWeights:
     """An adapter as a pass reads it: pairs in the base's dtype (the head's in float32), and its gradient buffers."""
@@ -182,8 +192,8 @@ class AdapterWeights:
     """float32; empty if the adapter is not trained."""
     stacked_cache: dict[str, Tensor] = field(default_factory=dict)
     """Results of `stacked_a` by the first module name."""
-    addresses: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """What compiled functions get of each module, if the adapter is not trained (`compiled_adapters`)."""
+    panels: dict[str, AdapterPanels] = field(default_factory=dict)
+    """Of projections that share their input by the first module name, if the adapter is not trained."""
 
     def stacked_a(self, names: Sequence[str]) -> Tensor:
         """The A matrices of projections that share their input: [projections * rank, in]."""

@@ -50,6 +50,10 @@ class CompiledAdapters:
         """Whether the adapters cover the projection."""
         return name in self._placed[0][0].pairs
 
+    def is_of(self, placed: Sequence[PlacedAdapter]) -> bool:
+        """Whether these are the adapters, by rows."""
+        return self._placed == tuple(placed)
+
     def forward(
         self,
         inputs: Tensor,
@@ -103,15 +107,21 @@ class CompiledAdapters:
         return self._tables[key]
 
 
-def compiled_groups(placed: Sequence[PlacedAdapter]) -> tuple[list[CompiledAdapters], list[PlacedAdapter]]:
-    """Adapters in a group for each set of modules, and those of ranks that compiled functions do not compute."""
+def compiled_groups(
+    placed: Sequence[PlacedAdapter], before: Sequence[CompiledAdapters] = ()
+) -> tuple[list[CompiledAdapters], list[PlacedAdapter]]:
+    """Adapters in a group for each set of modules, and those of ranks that compiled functions do not compute. Groups of
+    the pass before that are the same are used again, with their tables."""
     groups, others = dict[tuple[str, ...], list[PlacedAdapter]](), list[PlacedAdapter]()
     for entry in placed:
         if fits(entry[0]):
             groups.setdefault(tuple(entry[0].pairs), []).append(entry)
         else:
             others.append(entry)
-    return [CompiledAdapters(members) for members in groups.values()], others
+    return [
+        next((group for group in before if group.is_of(members)), None) or CompiledAdapters(members)
+        for members in groups.values()
+    ], others
 
 
 def fits(weights: AdapterWeights) -> bool:

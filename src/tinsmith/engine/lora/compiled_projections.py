@@ -10,19 +10,19 @@ memory, and is widened in registers: the products are those of float32.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from ctypes import addressof, c_int64, sizeof
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tinsmith.engine.cpu import openmp
 from tinsmith.engine.cpu.arguments import address
 from tinsmith.engine.cpu.instructions import kind_of
-from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
+from tinsmith.engine.lora.adapter import AdapterPanels, AdapterWeights, LoraPair, PlacedAdapter
 
 MULTIPLE_WIDTH = 32
 """What widths must be multiples of."""
@@ -59,46 +59,38 @@ class Panels:
         """Lay out the matrices [E, out, in] of experts."""
         _, out, width = weights.shape
         rows = [weight if weight.stride(1) == 1 else weight.contiguous() for weight in weights]
-        packed = _packed(rows, backward=backward) if weights.dtype == torch.float32 else None
-        storage, forward, transposed = packed or _laid_out(rows, backward=backward)
-        own_bias = None if bias is None else bias.contiguous()
-        return cls((out, width), weights.dtype, storage, forward, transposed, own_bias)
+        storage, forward = next(_laid_out(rows))
+        back = torch.empty_like(forward) if backward else None
+        for panels, row in zip(() if back is None else back, rows, strict=False):
+            _lay_out(panels, row, storage, transposed=True)
+        return cls((out, width), weights.dtype, storage, forward, back, None if bias is None else bias.contiguous())
 
 
-def _laid_out(weights: Sequence[Tensor], *, backward: bool) -> tuple[int, Tensor, Tensor | None]:
-    """Matrices [out, in] and the transposed ones as panels, after how these are stored."""
-    from tinsmith.engine.cpu.panels import AS_FACTORS
+def _storages(dtype: torch.dtype) -> list[tuple[torch.dtype, int]]:
+    """What panels of a dtype may consist of, as PyTorch and `cpu.panels` have it. The last represents all numbers."""
+    from tinsmith.engine.cpu.panels import AS_FACTORS, BFLOAT16, FLOAT16
 
-    out, width = weights[0].shape
-    forward = weights[0].new_empty(len(weights), out * width)
-    transposed = torch.empty_like(forward) if backward else None
-    for number, weight in enumerate(weights):
-        own = address(weight), weight.stride(0)
-        projections().lay_weights(address(forward[number]), *own, width, out)
-        if transposed is not None:
-            projections().lay_transposed(address(transposed[number]), *own, out, width)
-    return AS_FACTORS, forward, transposed
+    halves = [(torch.bfloat16, BFLOAT16), (torch.float16, FLOAT16)] if dtype == torch.float32 else []
+    return [*halves, (dtype, AS_FACTORS)]
 
 
-def _packed(weights: Sequence[Tensor], *, backward: bool) -> tuple[int, Tensor, Tensor | None] | None:
-    """The same of float32 as panels of bfloat16 or float16 numbers; None if neither represents them."""
-    from tinsmith.engine.cpu.panels import BFLOAT16, FLOAT16
+def _laid_out(weights: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Panels of each kind that represents the matrices, after what `cpu.panels` calls it."""
+    for dtype, storage in _storages(weights[0].dtype):
+        forward = weights[0].new_empty(len(weights), weights[0].numel(), dtype=dtype)
+        if all(_lay_out(panels, weight, storage) for panels, weight in zip(forward, weights, strict=True)):
+            yield storage, forward
 
-    out, width = weights[0].shape
-    for dtype, storage in ((torch.bfloat16, BFLOAT16), (torch.float16, FLOAT16)):
-        forward = weights[0].new_empty(len(weights), out * width, dtype=dtype)
-        places = [(address(weight), weight.stride(0)) for weight in weights]
-        lost = (
-            projections().pack_weights(panel.data_ptr(), *own, width, out, storage)
-            for panel, own in zip(forward, places, strict=True)
-        )
-        if any(lost):
-            continue
-        transposed = torch.empty_like(forward) if backward else None
-        for panel, own in zip(() if transposed is None else transposed, places, strict=False):
-            projections().pack_transposed(panel.data_ptr(), *own, out, width, storage)
-        return storage, forward, transposed
-    return None
+
+def _lay_out(panels: Tensor, weight: Tensor, storage: int, *, transposed: bool = False) -> bool:
+    """Lay out a matrix W [out, in] as panels of W^T, or of W if `transposed`. Returns whether these represent it."""
+    (out, width), functions = weight.shape, projections()
+    target = panels if panels.dtype == weight.dtype else weight.new_empty(weight.numel())
+    if transposed:
+        functions.lay_transposed(address(target), address(weight), weight.stride(0), out, width)
+    else:
+        functions.lay_weights(address(target), 0, address(weight), weight.stride(0), width, out)
+    return target is panels or not functions.pack(panels.data_ptr(), address(target), weight.numel(), storage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +99,8 @@ class AdapterTables:
 
     adapters: Sequence[tuple[int, ...]]
     """`cpu.projections.ADAPTER` [n] without narrow and its gradients, by rows."""
+    without_parts: Any
+    """The same in memory, with 0 for both."""
     pairs: Any
     """`cpu.projections.PAIR` [n, projections] in memory."""
     offsets: dict[int, int]
@@ -120,43 +114,53 @@ class AdapterTables:
     @classmethod
     def of(cls, placed: Sequence[PlacedAdapter], names: Sequence[str]) -> AdapterTables:
         """The tables of adapters in the order of their rows, at the projections of an input."""
-        pairs = [number for weights, _, _ in placed for name in names for number in _pair(weights, name)]
-        return cls._of([(start, stop, weights) for weights, start, stop in placed], pairs, names)
+        a_panels, pairs = list[int](), list[int]()
+        for weights, _, _ in placed:
+            own, *numbers = _addresses(weights, names)
+            a_panels.append(own)
+            pairs += numbers
+        return cls._of([(start, stop, weights) for weights, start, stop in placed], a_panels, pairs, names)
 
     @classmethod
     def of_experts(cls, runs: Sequence[tuple[int, int, int, AdapterWeights]], names: Sequence[str]) -> AdapterTables:
         """The same of adapters of experts: runs of rows (start, stop, expert, adapter). Matrices that experts share
         have no gradients here."""
-        places = {id(weights): [_ExpertPair.of(weights, name) for name in names] for *_, weights in runs}
+        places = {id(weights): [_places_of_experts(weights, name) for name in names] for *_, weights in runs}
         pairs = [
-            number
+            first + expert * step
             for _, _, expert, weights in runs
-            for pair in places[id(weights)]
-            for number in pair.of_expert(expert)
+            for place in places[id(weights)]
+            for first, step in zip(*place, strict=True)
         ]
-        return cls._of([(start, stop, weights) for start, stop, _, weights in runs], pairs, names)
+        return cls._of([(start, stop, weights) for start, stop, _, weights in runs], [0] * len(runs), pairs, names)
 
     @classmethod
     def _of(
-        cls, rows: Sequence[tuple[int, int, AdapterWeights]], numbers: Sequence[int], names: Sequence[str]
+        cls,
+        rows: Sequence[tuple[int, int, AdapterWeights]],
+        a_panels: Sequence[int],
+        numbers: Sequence[int],
+        names: Sequence[str],
     ) -> AdapterTables:
         pairs, ranks = integers(numbers), [weights.pairs[names[0]].a.shape[-2] for *_, weights in rows]
         first, each = addressof(pairs), sizeof(pairs) // len(rows)
         lines = {rank: narrow_line(len(names), rank) for rank in set(ranks)}
         adapters, offsets, end = list[tuple[int, ...]](), dict[int, int](), 0
         for number, ((start, stop, weights), rank) in enumerate(zip(rows, ranks, strict=True)):
-            adapters.append((start, stop, rank, _bits(weights.scale), first + number * each))
+            scale = int(np.float64(weights.scale).view(np.int64))  # the table has integers alone
+            adapters.append((start, stop, rank, scale, a_panels[number], first + number * each))
             offsets[start] = end
             end += (stop - start) * lines[rank]
-        return cls(adapters, pairs, offsets, len(names), end, max(ranks))
+        without_parts = integers([number for adapter in adapters for number in (*adapter, 0, 0)])
+        return cls(adapters, without_parts, pairs, offsets, len(names), end, max(ranks))
 
     def with_parts(self, narrow: Tensor | None = None, narrow_grads: Tensor | None = None) -> Any:
         """`cpu.projections.ADAPTER` [n] in memory, each with its part of these."""
+        tensors = [None if tensor is None or not tensor.numel() else tensor for tensor in (narrow, narrow_grads)]
+        if tensors == [None, None]:
+            return self.without_parts
         values = list[int]()
-        parts = [
-            (0, 0) if tensor is None or not tensor.numel() else (tensor.data_ptr(), tensor.itemsize)
-            for tensor in (narrow, narrow_grads)
-        ]
+        parts = [(0, 0) if tensor is None else (tensor.data_ptr(), tensor.itemsize) for tensor in tensors]
         for adapter, offset in zip(self.adapters, self.offsets.values(), strict=True):
             values += adapter
             values += [start + offset * size for start, size in parts]
@@ -210,7 +214,7 @@ class ProjectionCall:
 
     def fill_input_grads(self, narrow_grads: Tensor | None = None, *, adds: bool) -> None:
         """Fill the gradients of the inputs, or add to them; and fill those of narrow."""
-        weights = None if self.panels is None else [_transposed(panels) for panels in self.panels]
+        weights = None if self.panels is None else [each.backward for each in self.panels if each.backward is not None]
         depth = sum([tensor.shape[1] for tensor in self.wide])
         adapters = None if self.tables is None else self.tables.with_parts(narrow_grads=narrow_grads)
         function = projections().backward_function(kind_of(self.inputs.dtype))
@@ -325,67 +329,41 @@ def _even_block(rows: int, threads: int) -> int:
     return max(1, -(-rows // (8 * blocks))) * 8
 
 
-def _transposed(panels: Panels) -> Tensor:
-    assert panels.backward is not None
-    return panels.backward
+def _addresses(weights: AdapterWeights, names: Sequence[str]) -> tuple[int, ...]:
+    """The address of panels of A of all projections, and `cpu.projections.PAIR` of each. What is not trained is laid
+    out at its first use: samplers read it at every step."""
+    if weights.gradients:
+        places = [_places(weights.pairs[name], weights.gradients.get(name)) for name in names]
+        return 0, *(number for place in places for number in place)
+    if names[0] not in weights.panels:
+        weights.panels[names[0]] = _laid_out_pairs([weights.pairs[name] for name in names])
+    return weights.panels[names[0]].addresses
 
 
-def _bits(number: float) -> int:
-    """The bits of a double as an integer."""
-    (bits,) = struct.unpack("q", struct.pack("d", number))
-    return bits
+def _laid_out_pairs(pairs: Sequence[LoraPair]) -> AdapterPanels:
+    rank, width = pairs[0].a.shape
+    a_panels = pairs[0].a.new_zeros(narrow_line(len(pairs), rank) * width)
+    b_panels = [pair.b.new_empty(pair.b.numel()) for pair in pairs]
+    for number, (pair, panels) in enumerate(zip(pairs, b_panels, strict=True)):
+        own = number * narrow_slot(rank), address(pair.a), pair.a.stride(0), width, rank
+        projections().lay_weights(address(a_panels), *own)
+        projections().lay_weights(address(panels), 0, address(pair.b), pair.b.stride(0), rank, len(pair.b))
+    places = [_places(pair, None, panels.data_ptr()) for pair, panels in zip(pairs, b_panels, strict=True)]
+    addresses = a_panels.data_ptr(), *(number for place in places for number in place)
+    return AdapterPanels((a_panels, *b_panels), addresses)
 
 
-def _pair(weights: AdapterWeights, name: str) -> tuple[int, ...]:
-    """`cpu.projections.PAIR`. Samplers need it at every step."""
-    if name in weights.addresses:
-        return weights.addresses[name]
-    pair, gradients = weights.pairs[name], weights.gradients.get(name)
+def _places(pair: LoraPair, gradients: LoraPair | None, b_panels: int = 0) -> tuple[int, ...]:
+    """`cpu.projections.PAIR`."""
     buffers = (0, 0) if gradients is None else (gradients.a.data_ptr(), gradients.b.data_ptr())
-    own = pair.a.data_ptr(), pair.a.stride(0), pair.b.data_ptr(), pair.b.stride(0), *buffers
-    if not weights.gradients:
-        weights.addresses[name] = own
-    return own
+    return pair.a.data_ptr(), pair.a.stride(-2), pair.b.data_ptr(), pair.b.stride(-2), b_panels, *buffers
 
 
-@dataclass(frozen=True, slots=True)
-class _ExpertPair:
-    """Addresses of an expert site's matrices and gradients, and bytes from one expert's to the next."""
-
-    a: int
-    a_step: int
-    a_line: int
-    b: int
-    b_step: int
-    b_line: int
-    a_grads: int
-    a_grads_step: int
-    b_grads: int
-    b_grads_step: int
-
-    @classmethod
-    def of(cls, weights: AdapterWeights, name: str) -> _ExpertPair:
-        pair, gradients = weights.pairs[name], weights.gradients.get(name)
-        values = list[int]()
-        for matrix in (pair.a, pair.b):
-            values += (*_place(matrix), matrix.stride(1))
-        for matrix in () if gradients is None else (gradients.a, gradients.b):
-            values += _place(matrix) if len(matrix) > 1 else (0, 0)
-        return cls(*values, *[0] * (10 - len(values)))
-
-    def of_expert(self, expert: int) -> tuple[int, ...]:
-        """`cpu.projections.PAIR`."""
-        return (
-            self.a + expert * self.a_step,
-            self.a_line,
-            self.b + expert * self.b_step,
-            self.b_line,
-            self.a_grads + expert * self.a_grads_step,
-            self.b_grads + expert * self.b_grads_step,
-        )
-
-
-def _place(matrix: Tensor) -> tuple[int, int]:
-    """The address of the matrices [E, rows, columns] of experts, or of [1, rows, columns] that they share, and bytes
-    from one to the next."""
-    return matrix.data_ptr(), matrix.stride(0) * matrix.itemsize if len(matrix) > 1 else 0
+def _places_of_experts(weights: AdapterWeights, name: str) -> tuple[Sequence[int], Sequence[int]]:
+    """`cpu.projections.PAIR` of the first expert, and how much more that of each next one is."""
+    pair, gradients = weights.pairs[name], weights.gradients.get(name)
+    matrices = [pair.a, pair.b, *((gradients.a, gradients.b) if gradients else ())]
+    steps = [matrix.stride(0) * matrix.itemsize if len(matrix) > 1 else 0 for matrix in matrices]
+    a, b, a_grads, b_grads = (*steps, 0, 0)[:4]
+    *own, of_a, of_b = _places(pair, gradients)
+    return (*own, of_a if a_grads else 0, of_b if b_grads else 0), (a, 0, b, 0, 0, a_grads, b_grads)

@@ -60,6 +60,8 @@ class _Served:
     placed: tuple[PlacedAdapter, ...] = ()
     stacks: list[Stacks] = field(default_factory=list)
     """Of the groups of the last pass."""
+    compiled: list[compiled_adapters.CompiledAdapters] = field(default_factory=list)
+    """The groups of the last pass, if it was one of several like it."""
 
 
 class ActiveAdapters:
@@ -81,9 +83,10 @@ class ActiveAdapters:
         return self._served.now.placed
 
     @contextmanager
-    def using(self, placed: Sequence[PlacedAdapter]) -> Iterator[None]:
-        """Serve these adapters within the context, for forward and backward."""
-        self.resume(placed)
+    def using(self, placed: Sequence[PlacedAdapter], *, repeats: bool = False) -> Iterator[None]:
+        """Serve these adapters within the context, for forward and backward. `repeats`: the next pass likely has the
+        same, none of which is trained, and gets what is computed for them."""
+        self.resume(placed, repeats=repeats)
         try:
             yield
         finally:
@@ -98,20 +101,22 @@ class ActiveAdapters:
         finally:
             self.resume(())
 
-    def resume(self, placed: Sequence[PlacedAdapter]) -> None:
+    def resume(self, placed: Sequence[PlacedAdapter], *, repeats: bool = False) -> None:
         """Serve these adapters from now on."""
         served = self._served.own
         grouped, others = grouped_adapters.group_adapters(
             [entry for entry in placed if entry[1] < entry[2]], served.stacks
         )
-        compiled, others = compiled_adapters.compiled_groups(others) if self._compiled else ([], others)
+        compiled = list[compiled_adapters.CompiledAdapters]()
+        if self._compiled:
+            compiled, others = compiled_adapters.compiled_groups(others, served.compiled)
         served.placed, served.groups = tuple(placed), [*grouped, *compiled, *group_adapters(others)]
         if placed:
-            served.stacks = [each.stacks for each in grouped]
+            served.stacks, served.compiled = [each.stacks for each in grouped], compiled if repeats else []
 
     def release_memory(self) -> None:
         """Drop what later passes would use again."""
-        self._served.own.stacks = []
+        self._served.own.stacks, self._served.own.compiled = [], []
 
 
 class LoraLinear(nn.Module):

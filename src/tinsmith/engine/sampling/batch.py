@@ -242,7 +242,7 @@ class RunningBatch:
         attention = DecodeAttention(rows, self.attention_function)
         context = step_context(attention, self._base.recurrent, self.kv_cache.states)
         records = any(sequence.job.request.routed_experts for sequence in sequences)
-        with self._active.using(spans), self._base.routing.using(record=records):
+        with self._active.using(spans, repeats=True), self._base.routing.using(record=records):
             hidden = self._base.hidden(
                 torch.tensor([sequence.tokens[-1] for sequence in sequences], device=self._base.device),
                 torch.tensor([sequence.position for sequence in sequences], device=self._base.device),
@@ -255,6 +255,8 @@ class RunningBatch:
         attention.advance()
         self._fail(self._token_sampler.next_tokens(sequences, hidden, spans))
         self._emit_and_retire(sequences)
+        if not self.sequences:
+            self._active.release_memory()
 
     def release_memory(self) -> None:
         """Drop what can be computed again."""
