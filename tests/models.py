@@ -108,6 +108,7 @@ def _model(kind: str) -> PreTrainedModel:
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=True, **shape))
     if kind == "untied":
+        shape |= {"intermediate_size": 192, "num_attention_heads": 6}  # widths that compiled functions multiply
         return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=False, **shape))
     if kind == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, tie_word_embeddings=True, head_dim=32, **shape))

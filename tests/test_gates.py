@@ -72,7 +72,7 @@ MECHANISMS = {
     "os.fsync(": ("atomic.py", "service/storage/payload_files.py"),
 }
 # Thousands of lines of source. Whoever needs more raises the number, and says in the commit what it is for.
-LINES = {"engine": 37, "service": 18, "rl": 33, "integrations": 14, "dashboard": 2, "other": 13}
+LINES = {"engine": 38, "service": 18, "rl": 33, "integrations": 14, "dashboard": 2, "other": 13}
 # Documented by Python and SQLAlchemy in spite of their names.
 DOCUMENTED = frozenset(("_exit", "_asdict", "_current_frames", "_mapping"))
 # Put together from pieces, so that this file does not hold them.

@@ -39,7 +39,7 @@ def compile_ahead(kind: str, *, panels: bool) -> threading.Thread:
 
 def compile_part(part: str, kind: str) -> None:
     """Compile the functions of a part, or read them from the cache folder."""
-    from tinsmith.engine.cpu import logits, packed, projections
+    from tinsmith.engine.cpu import decoding, logits, packed, projections
 
     of_head = "pairs" if kind == "pairs" else "float32"
     if part == "attention":
@@ -52,6 +52,7 @@ def compile_part(part: str, kind: str) -> None:
         projections.forward_function(kind)
         projections.backward_function(kind)
         projections.gradient_function(kind)
+        decoding.layers_function(kind)
     if part == "projections" or kind == "bfloat16":  # the part that takes less
         projections.compile_layouts(of_head)
         logits.narrow_function(of_head)

@@ -14,8 +14,17 @@ import numpy as np
 from numba import carray, njit, types  # pyright: ignore[reportAttributeAccessIssue] - they come by a star
 from numba.extending import overload  # pyright: ignore[reportAttributeAccessIssue] - it comes by a star
 
+from tinsmith.engine.cpu.loops import add_norm_rows, norm_rotate_rows, norm_rows, rotate_rows, silu_mul_numbers
 from tinsmith.engine.cpu.panels import BLOCK, HALF_ROWS, lay_columns, lay_depth
-from tinsmith.engine.cpu.primitives import atomic_next, c_function, numbers_of, pointer, void_pointer
+from tinsmith.engine.cpu.primitives import (
+    atomic_next,
+    c_function,
+    numbers_of,
+    pointer,
+    run_alone,
+    run_threads,
+    void_pointer,
+)
 from tinsmith.engine.cpu.rows import copy_row, fill, softmax_row
 from tinsmith.engine.cpu.tiles import (
     TILE_COLUMNS,
@@ -272,3 +281,117 @@ def attention_function(kind: str, group: int, key_width: int, value_width: int, 
             source = atomic_next(argument)
 
     return attend
+
+
+LAYER = np.dtype(
+    [
+        ("norm", "i8"),  # address of the weight of the norm before attention
+        ("norm_eps", "f8"),
+        ("inputs", "i8"),  # address of `projections.CALL` of queries, keys and values
+        ("input_threads", "i8"),
+        ("query_norm", "i8"),  # address of the weight of the norm of a head of queries, or 0
+        ("query_eps", "f8"),
+        ("key_norm", "i8"),
+        ("key_eps", "f8"),
+        ("attention", "i8"),  # address of STEP
+        ("attend", "i8"),  # `attention_function`
+        ("output", "i8"),  # address of the CALL of attention's output
+        ("output_threads", "i8"),
+        ("mlp_norm", "i8"),
+        ("mlp_eps", "f8"),
+        ("gates", "i8"),  # address of the CALL of gate and up
+        ("gate_threads", "i8"),
+        ("down", "i8"),
+        ("down_threads", "i8"),
+    ]
+)
+"""A layer: x + attention(norm(x)), then x + down(silu(gate) up) of norm(x)."""
+LAYERS = np.dtype(
+    [
+        ("count", "i8"),
+        ("table", "i8"),  # address of LAYER [count]
+        ("rows", "i8"),
+        ("width", "i8"),
+        ("heads", "i8"),
+        ("key_heads", "i8"),
+        ("head_width", "i8"),
+        ("mlp_width", "i8"),
+        ("residual", "i8"),  # address of float32 [rows, width]: what comes into the layers, then what comes out
+        ("total", "i8"),  # of the same
+        ("normed", "i8"),  # [rows, width]
+        ("scales", "i8"),  # float32 [rows]
+        ("query", "i8"),  # [rows, heads head_width], and rotated
+        ("rotated_query", "i8"),
+        ("key", "i8"),
+        ("rotated_key", "i8"),
+        ("gate", "i8"),  # [rows, mlp_width]
+        ("up", "i8"),
+        ("gated", "i8"),
+        ("addition", "i8"),  # [rows, width]: what attention and MLP add
+        ("project", "i8"),  # `projections.forward_function`
+        ("parallel", "i8"),  # `openmp.address_of_parallel`
+        ("rotary", "i8"),  # numbers of a head that are rotated
+        ("cos", "i8"),  # [rows, rotary]
+        ("sin", "i8"),
+        ("attention_threads", "i8"),
+    ]
+)
+"""What `layers_function` gets a pointer to: tensors of one step, of which each layer overwrites the last one's."""
+
+
+@njit(inline="always")
+def run_call(parallel: Any, function: Any, argument: Any, threads: Any) -> None:
+    """Call a function with a table that begins with the part to compute next."""
+    carray(void_pointer(argument), 1, np.int64)[0] = 0
+    if parallel and threads > 1:
+        run_threads(parallel, function, argument, threads)
+    else:
+        run_alone(function, argument)
+
+
+@njit(inline="always")
+def rotate_heads(number: Any, step: Any, heads: Any, rotated: Any, count: Any, weight: Any, eps: Any) -> None:
+    """Rotate the heads of all rows, which are normed if there is a weight."""
+    width, rotary = step.head_width, step.rotary
+    tensors = number(heads), number(step.cos), number(step.sin), number(rotated)
+    sizes = count * width, width, count, width, rotary
+    if weight:
+        norm_rotate_rows(0, step.rows, *tensors, *sizes, number(weight), eps)
+    else:
+        rotate_rows(0, step.rows, *tensors, *sizes, 1.0)
+
+
+@cache
+def layers_function(kind: str) -> Any:
+    """A C function of a pointer to LAYERS, which lives as long as this object: computes all layers of a decoding step.
+    The last layer's sum with its addition is left to do."""
+    number, _ = numbers_of(kind)
+
+    @c_function
+    def run_layers(argument):
+        step = carray(argument, 1, LAYERS)[0]
+        rows, width, parallel, project = step.rows, step.width, step.parallel, step.project
+        residual, total = np.float64(step.residual), np.float64(step.total)
+        normed, scales, addition = number(step.normed), np.float64(step.scales), number(step.addition)
+        is_first = True
+        for layer in carray(void_pointer(step.table), step.count, LAYER):
+            weight = number(layer.norm)
+            if is_first:
+                norm_rows(0, rows, residual, weight, normed, scales, width, layer.norm_eps)
+            else:
+                add_norm_rows(0, rows, residual, addition, total, weight, normed, scales, width, layer.norm_eps)
+                residual, total = total, residual
+            is_first = False
+            run_call(parallel, project, layer.inputs, layer.input_threads)
+            rotate_heads(number, step, step.query, step.rotated_query, step.heads, layer.query_norm, layer.query_eps)
+            rotate_heads(number, step, step.key, step.rotated_key, step.key_heads, layer.key_norm, layer.key_eps)
+            run_call(parallel, layer.attend, layer.attention, step.attention_threads)
+            run_call(parallel, project, layer.output, layer.output_threads)
+            weight = number(layer.mlp_norm)
+            add_norm_rows(0, rows, residual, addition, total, weight, normed, scales, width, layer.mlp_eps)
+            residual, total = total, residual
+            run_call(parallel, project, layer.gates, layer.gate_threads)
+            silu_mul_numbers(0, rows * step.mlp_width, number(step.gate), number(step.up), number(step.gated))
+            run_call(parallel, project, layer.down, layer.down_threads)
+
+    return run_layers

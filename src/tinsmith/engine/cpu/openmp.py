@@ -27,6 +27,13 @@ def run(function: Any, argument: int, threads: int) -> None:
         library.GOMP_parallel(function.address, argument, threads, 0)
 
 
+def address_of_parallel() -> int:
+    """The address of the function that runs others in threads, for compiled functions (`primitives.run_threads`); 0
+    where there is none."""
+    library = _library()
+    return 0 if library is None else ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
+
+
 @cache
 def _library() -> ctypes.CDLL | None:
     for path in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):

@@ -189,6 +189,35 @@ def void_pointer(context: Any, address: Any) -> Any:
 
 
 @intrinsic
+def run_threads(context: Any, parallel: Any, function: Any, argument: Any, threads: Any) -> Any:
+    """Call a C function of a pointer at an address in so many threads, by GOMP_parallel at another address."""
+    void, pointed, number = ir.VoidType(), ir.IntType(8).as_pointer(), ir.IntType(32)
+    called = ir.FunctionType(void, [pointed]).as_pointer()
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        parallel, function, argument, threads = arguments
+        caller = builder.inttoptr(parallel, ir.FunctionType(void, [called, pointed, number, number]).as_pointer())
+        target, own = builder.inttoptr(function, called), builder.inttoptr(argument, pointed)
+        builder.call(caller, [target, own, builder.trunc(threads, number), number(0)])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
+
+
+@intrinsic
+def run_alone(context: Any, function: Any, argument: Any) -> Any:
+    """Call a C function of a pointer at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointed = ir.IntType(8).as_pointer()
+        target = builder.inttoptr(arguments[0], ir.FunctionType(ir.VoidType(), [pointed]).as_pointer())
+        builder.call(target, [builder.inttoptr(arguments[1], pointed)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
 def atomic_next(context: Any, counter: Any) -> Any:
     """The int64 that a pointer leads to, which is counted up; no two threads get the same."""
 

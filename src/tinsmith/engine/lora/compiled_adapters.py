@@ -63,7 +63,7 @@ class CompiledAdapters:
     ) -> Tensor:
         """Add s B A x to the outputs, which are filled first with the products of `panels` where these are given;
         returns what the backward needs of A x, as `cpu.projections` lays it out."""
-        tables = self._tables_of(names)
+        tables = self.tables_of(names)
         narrow = inputs.new_empty(tables.narrow_size if self.has_gradients else 0)
         ProjectionCall(rows_of(inputs), outputs, panels, tables).fill_outputs(narrow)
         return narrow
@@ -79,7 +79,7 @@ class CompiledAdapters:
     ) -> None:
         """Add to the gradient of the inputs, or fill it where `panels` are given; if `inputs` and `narrow` are, add to
         the adapters' gradients too."""
-        tables, grads = self._tables_of(names), [rows_of(grad) for grad in grads]
+        tables, grads = self.tables_of(names), [rows_of(grad) for grad in grads]
         call = ProjectionCall(input_grad, grads, panels, tables)
         if inputs is None or narrow is None or not self.has_gradients:
             call.fill_input_grads(adds=panels is None)
@@ -100,7 +100,8 @@ class CompiledAdapters:
             pieces.append(rows.flatten())
         return torch.cat(pieces)
 
-    def _tables_of(self, names: Sequence[str]) -> AdapterTables:
+    def tables_of(self, names: Sequence[str]) -> AdapterTables:
+        """The tables at projections that share an input."""
         key = tuple(names)
         if key not in self._tables:
             self._tables[key] = AdapterTables.of(self._placed, key)

@@ -206,19 +206,23 @@ class ProjectionCall:
 
     def fill_outputs(self, narrow: Tensor | None = None) -> None:
         """Fill the outputs, or add to them without `panels`; and fill narrow."""
+        call, threads = self.prepared(narrow)
+        openmp.run(projections().forward_function(kind_of(self.inputs.dtype)), addressof(call), threads)
+
+    def prepared(self, narrow: Tensor | None = None) -> tuple[Any, int]:
+        """`cpu.projections.CALL` in memory that fills the outputs, and its threads."""
         weights = None if self.panels is None else [panels.forward for panels in self.panels]
         columns = sum([tensor.shape[1] for tensor in self.wide])
         adapters = None if self.tables is None else self.tables.with_parts(narrow)
-        function = projections().forward_function(kind_of(self.inputs.dtype))
-        self._run(function, weights, self.inputs.shape[1], columns, adapters)
+        return self._prepared(weights, self.inputs.shape[1], columns, adapters)
 
     def fill_input_grads(self, narrow_grads: Tensor | None = None, *, adds: bool) -> None:
         """Fill the gradients of the inputs, or add to them; and fill those of narrow."""
         weights = None if self.panels is None else [each.backward for each in self.panels if each.backward is not None]
         depth = sum([tensor.shape[1] for tensor in self.wide])
         adapters = None if self.tables is None else self.tables.with_parts(narrow_grads=narrow_grads)
-        function = projections().backward_function(kind_of(self.inputs.dtype))
-        self._run(function, weights, depth, self.inputs.shape[1], adapters, adds=adds)
+        call, threads = self._prepared(weights, depth, self.inputs.shape[1], adapters, adds=adds)
+        openmp.run(projections().backward_function(kind_of(self.inputs.dtype)), addressof(call), threads)
 
     def add_gradients(self, narrow: Tensor, narrow_grads: Tensor) -> None:
         """Add to the gradients of the adapters."""
@@ -227,17 +231,10 @@ class ProjectionCall:
         function = projections().gradient_function(kind_of(self.inputs.dtype))
         openmp.run(function, addressof(call), torch.get_num_threads())
 
-    def _run(
-        self,
-        function: Any,
-        weights: Sequence[Tensor] | None,
-        depth: int,
-        columns: int,
-        adapters: Any,
-        *,
-        adds: bool = False,
-    ) -> None:
-        """Call a function of products of this depth, whose threads divide rows and columns among them."""
+    def _prepared(
+        self, weights: Sequence[Tensor] | None, depth: int, columns: int, adapters: Any, *, adds: bool = False
+    ) -> tuple[Any, int]:
+        """The call of a function of products of this depth, whose threads divide rows and columns among them."""
         rows = self.inputs.shape[0]
         threads = torch.get_num_threads() if rows * depth * columns >= THREAD_WORK else 1
         groups = 1
@@ -247,8 +244,7 @@ class ProjectionCall:
             block = _block(rows, depth, self.inputs.dtype) if self.blocks is None else self.blocks.most
             groups = -(-2 * threads * block // rows) if threads > 1 else 1
         panels = max(1, -(-columns // (MULTIPLE_WIDTH * groups)))
-        call = self._call(self._sites(weights), block, panels, adapters, adds=adds)
-        openmp.run(function, addressof(call), threads)
+        return self._call(self._sites(weights), block, panels, adapters, adds=adds), threads
 
     def _sites(self, weights: Sequence[Tensor] | None) -> Any:
         """`cpu.projections.SITE` [projections]."""

@@ -124,7 +124,7 @@ class Attention(nn.Module):
             AttentionRule(float(base.scaling)),
         )  # completed by `_same_attention`
         self._fused = FusedProjections(base.q_proj, base.k_proj, base.v_proj)
-        self._gated = base.q_proj.target.outputs == 2 * base.o_proj.target.inputs
+        self.is_gated = base.q_proj.target.outputs == 2 * base.o_proj.target.inputs
         self.kernels: fused.Kernels | None = None
 
     @override
@@ -134,7 +134,7 @@ class Attention(nn.Module):
         outputs = [output.view(1, len(output), -1, self.width) for output in self._fused(hidden_states)]
         query, key, value = outputs  # [1, T, H, D]
         gate = None
-        if self._gated:
+        if self.is_gated:
             query, gate = (query[:, :, start::2] for start in (0, 1))  # each head's queries, then its gates
         query, key = (
             self._rotated(heads, norm, position_embeddings).transpose(1, 2)

@@ -24,6 +24,7 @@ from tinsmith.engine.model import packing
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.hybrid.states import RecurrentState
 from tinsmith.engine.sampling import prompt_logprobs
+from tinsmith.engine.sampling.banks.layers import CompiledLayers
 from tinsmith.engine.sampling.decode import DecodeAttention, attention_function, step_context
 from tinsmith.engine.sampling.device_sampling import sample_on_device
 from tinsmith.engine.sampling.kv_cache import CacheRow, KVCache, RowCache, cache_shape, state_bank
@@ -128,6 +129,8 @@ class RunningBatch:
         self.kv_cache: RowCache = KVCache(shape, scheduler.cache_tokens, states)
         self.attention_function = attention_function(shape) if attend_pages is None else None
         """Of rows in banks; the sampler drops it where it does not work."""
+        self.layers: CompiledLayers | None = None
+        """Computes steps of rows in banks; the sampler sets it where it works."""
         self._decoder: PagedDecoder | None = None
         if attend_pages is not None:
             pages = PagedCache(shape, scheduler.row_tokens)
@@ -242,12 +245,14 @@ class RunningBatch:
         attention = DecodeAttention(rows, self.attention_function)
         context = step_context(attention, self._base.recurrent, self.kv_cache.states)
         records = any(sequence.job.request.routed_experts for sequence in sequences)
+        tokens = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=self._base.device)
+        positions = torch.tensor([sequence.position for sequence in sequences], device=self._base.device)
         with self._active.using(spans, repeats=True), self._base.routing.using(record=records):
-            hidden = self._base.hidden(
-                torch.tensor([sequence.tokens[-1] for sequence in sequences], device=self._base.device),
-                torch.tensor([sequence.position for sequence in sequences], device=self._base.device),
-                context,
-            )
+            step, groups = attention.compiled, self._active.groups
+            if self.layers is not None and step is not None and self.layers.serve(groups):
+                hidden = self.layers.hidden(tokens, positions, step, groups)
+            else:
+                hidden = self._base.hidden(tokens, positions, context)
             if records:
                 for sequence, experts in zip(sequences, self._base.routing.record(), strict=True):
                     if sequence.job.request.routed_experts:
@@ -257,6 +262,8 @@ class RunningBatch:
         self._emit_and_retire(sequences)
         if not self.sequences:
             self._active.release_memory()
+            if self.layers is not None:
+                self.layers.release_memory()
 
     def release_memory(self) -> None:
         """Drop what can be computed again."""

@@ -156,7 +156,7 @@ class _BankStep:
 
 
 @dataclass(frozen=True, slots=True)
-class _CompiledStep:
+class CompiledStep:
     """A step that a compiled function computes."""
 
     shape: CacheShape
@@ -168,7 +168,7 @@ class _CompiledStep:
     threads: int
 
     @classmethod
-    def of(cls, rows: Sequence[CacheRow], function: AttentionFunction) -> _CompiledStep | None:
+    def of(cls, rows: Sequence[CacheRow], function: AttentionFunction) -> CompiledStep | None:
         """The step; None if products take less time."""
         from tinsmith.engine.cpu import decoding
 
@@ -234,20 +234,21 @@ class DecodeAttention:
     rows: Sequence[CacheRow]
     function: InitVar[AttentionFunction | None] = None
     """Computes what it can."""
-    _compiled: _CompiledStep | None = None
+    compiled: CompiledStep | None = None
+    """The step, where the function computes it."""
     _banks: list[_BankStep] = field(default_factory=list)
     cached_queries: int = 1
 
     def __post_init__(self, function: AttentionFunction | None) -> None:
-        self._compiled = None if function is None else _CompiledStep.of(self.rows, function)
+        self.compiled = None if function is None else CompiledStep.of(self.rows, function)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, latents: Latents | None = None
     ) -> Tensor:
         """query [1, Hq, B, D], key and value [1, Hkv, B, D] -> [1, B, Hq, D]."""
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        if self._compiled is not None and rule.is_softmax:
-            return self._compiled.attend(layer, query, key, value, rule)[None]
+        if self.compiled is not None and rule.is_softmax:
+            return self.compiled.attend(layer, query, key, value, rule)[None]
         if not self._banks:
             self._banks.extend(_bank_steps(self.rows))
         outputs = [bank.attend(layer, query, key, value, rule) for bank in self._banks]

@@ -17,6 +17,7 @@ from torch import Tensor
 from tinsmith.engine.model import packing
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.self_check import probe_tree
+from tinsmith.engine.sampling.banks.layers import CompiledLayers
 from tinsmith.engine.sampling.decode import AttentionFunction, DecodeAttention, step_context
 from tinsmith.engine.sampling.kv_cache import RowCache
 from tinsmith.engine.sampling.prefill import PrefilledPrompt, Prompt, prefill_pass
@@ -44,6 +45,37 @@ def check_banks(base: BaseModel, kv_cache: RowCache, function: AttentionFunction
         return True
 
     return function if base.checks.result("decoding", works) else None
+
+
+def check_layers(base: BaseModel, kv_cache: RowCache, function: AttentionFunction | None) -> CompiledLayers | None:
+    """Layers that are computed in one call, in an empty cache; None if there are none or their bits are others."""
+    layers = CompiledLayers.of(base)
+    if layers is None or function is None:
+        return None
+    try:
+        works = base.checks.result("decoding layers", lambda: _same_bits(base, kv_cache, function, layers))
+    except Exception:
+        log.warning("The layers of %s do not work as one call; decoding is slower.", base.card.source, exc_info=True)
+        return None
+    return layers if works else None
+
+
+@torch.no_grad()
+def _same_bits(base: BaseModel, kv_cache: Any, function: AttentionFunction, layers: CompiledLayers) -> bool:
+    """Whether a step in one call has the hidden states of one layer by layer."""
+    tree = probe_tree(base)
+    rows = [torch.as_tensor(tree.tokens[path], device=base.device) for _, path in sorted(tree.index.items())]
+    cached, _ = _prefilled(base, kv_cache, rows)
+    try:
+        tokens = torch.stack([row[-STEPS] for row in rows])
+        positions = torch.tensor([row.position for row in cached], device=base.device)
+        expected = base.hidden(tokens, positions, DecodeAttention(cached, function))
+        step = DecodeAttention(cached, function).compiled
+        return step is not None and torch.equal(layers.hidden(tokens, positions, step, ()), expected)
+    finally:
+        layers.release_memory()
+        for cache_row in reversed(cached):
+            kv_cache.remove(cache_row)
 
 
 @torch.no_grad()

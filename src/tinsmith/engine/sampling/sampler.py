@@ -56,6 +56,7 @@ class TorchSampler:
             self.batch.attention_function = decode_check.check_banks(
                 base, self.batch.kv_cache, self.batch.attention_function
             )
+            self.batch.layers = decode_check.check_layers(base, self.batch.kv_cache, self.batch.attention_function)
         self._waiting: list[SampleJob] = []
         self._loop: asyncio.Task[None] | None = None
 

@@ -48,7 +48,9 @@ def diverging(engine: Any, pair: Any, wait: Any) -> Any:
 
     def diverge(_: SequenceDelta) -> None:
         weights = engine.sampler.versions.weights(name)
-        weights.pairs["model.layers.0.self_attn.v_proj"].b.fill_(float("nan"))
+        laid_out = [tensor for panels in weights.panels.values() for tensor in panels.tensors]
+        for tensor in (weights.pairs["model.layers.0.self_attn.v_proj"].b, *laid_out):
+            tensor.fill_(float("nan"))
 
     yield name, diverge
     wait(engine.detach(name))
