@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tinsmith.engine.cpu.compiling import compile_ahead, compile_part
+from tinsmith.engine.cpu.compiling import compile_ahead, compile_part, is_compiled
 
 pytest.importorskip("numba")
 
@@ -62,6 +62,9 @@ def test_another_process_fills_the_cache_folder(monkeypatch: pytest.MonkeyPatch,
     assert (tmp_path / "numba" / "attention-float32").exists()
 
 
-def test_parts_that_are_compiled_are_read(folder: Path) -> None:
-    compile_part("attention", "float32")
-    assert (folder / "attention-float32").exists()
+@pytest.mark.parametrize("part", ["attention", "layers"])
+def test_parts_that_are_compiled_are_read(folder: Path, part: str) -> None:
+    assert not is_compiled(part, "float32")
+    compile_part(part, "float32")
+    assert is_compiled(part, "float32")
+    assert [file.name for file in folder.glob("*-float32")] == [f"{part}-float32"]

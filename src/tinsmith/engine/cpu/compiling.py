@@ -11,6 +11,7 @@ import logging
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -22,10 +23,14 @@ COMPILE_S = 300
 def compile_ahead(kind: str, *, panels: bool) -> threading.Thread:
     """Compile the functions for an `instructions.Kind`, of `panels` too; the thread that is returned ends when they are
     compiled. What does not compile is left to its first call, which says so."""
-    parts = ["attention", *["projections"] * panels]
+    return compile_parts(["attention", *["projections"] * panels], kind)
+
+
+def compile_parts(parts: Sequence[str], kind: str) -> threading.Thread:
+    """The same of parts by their names."""
 
     def wait_for_all() -> None:
-        missing = [part for part in parts if not _marker(part, kind).exists()]
+        missing = [part for part in parts if not is_compiled(part, kind)]
         threads = [threading.Thread(target=_compile_elsewhere, args=(part, kind), name="compile") for part in missing]
         for thread in threads:
             thread.start()
@@ -35,6 +40,11 @@ def compile_ahead(kind: str, *, panels: bool) -> threading.Thread:
     whole = threading.Thread(target=wait_for_all, name="compile")
     whole.start()
     return whole
+
+
+def is_compiled(part: str, kind: str) -> bool:
+    """Whether the functions of a part are in the cache folder."""
+    return _marker(part, kind).exists()
 
 
 def compile_part(part: str, kind: str) -> None:
@@ -48,12 +58,13 @@ def compile_part(part: str, kind: str) -> None:
         logits.logits_function(of_head)
         if kind != "bfloat16":
             logits.backward_function(kind)
+    elif part == "layers":
+        decoding.layers_function(kind)
     else:
         projections.forward_function(kind)
         projections.backward_function(kind)
         projections.gradient_function(kind)
-        decoding.layers_function(kind)
-    if part == "projections" or kind == "bfloat16":  # the part that takes less
+    if part == "projections" or (part == "attention" and kind == "bfloat16"):  # the part that takes less
         projections.compile_layouts(of_head)
         logits.narrow_function(of_head)
     marker = _marker(part, kind)

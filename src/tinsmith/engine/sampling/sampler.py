@@ -14,11 +14,14 @@ from typing import Any
 import torch
 
 from tinsmith.engine.base import OnDelta, SampleRequest, SampleResult
+from tinsmith.engine.cpu.compiling import compile_parts, is_compiled
+from tinsmith.engine.cpu.instructions import kind_of
 from tinsmith.engine.device_sharing import DeviceScheduler
 from tinsmith.engine.lora import linear
 from tinsmith.engine.lora.lm_head import LMHead
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.sampling import decode_check
+from tinsmith.engine.sampling.banks.layers import CompiledLayers
 from tinsmith.engine.sampling.batch import RunningBatch
 from tinsmith.engine.sampling.paged.choice import page_attention
 from tinsmith.engine.sampling.scheduler import Scheduler
@@ -56,7 +59,12 @@ class TorchSampler:
             self.batch.attention_function = decode_check.check_banks(
                 base, self.batch.kv_cache, self.batch.attention_function
             )
-            self.batch.layers = decode_check.check_layers(base, self.batch.kv_cache, self.batch.attention_function)
+        self._base, self._awaits_layers = base, False
+        if batch is None and self.batch.attention_function is not None and CompiledLayers.of(base) is not None:
+            self._awaits_layers = True
+            self._use_layers()
+            if self._awaits_layers:
+                compile_parts(["layers"], kind_of(base.dtype))
         self._waiting: list[SampleJob] = []
         self._loop: asyncio.Task[None] | None = None
 
@@ -97,11 +105,19 @@ class TorchSampler:
 
     def step(self) -> None:
         """Prefill the waiting jobs that fit, then decode one token of every running sequence."""
+        if self._awaits_layers and not self.batch.sequences:
+            self._use_layers()
         with self._failing(lambda: self._waiting):
             self._prefill(self._schedule())
         with self._failing(lambda: jobs_of(self.batch.sequences)):
             if self.batch.sequences:
                 self._waiting = [*self.batch.decode(), *self._waiting]
+
+    def _use_layers(self) -> None:
+        """Have steps computed in one call once it is compiled, for which no request waits."""
+        if is_compiled("layers", kind_of(self._base.dtype)):
+            self._awaits_layers, batch = False, self.batch
+            batch.layers = decode_check.check_layers(self._base, batch.kv_cache, batch.attention_function)
 
     def _schedule(self) -> list[SampleJob]:
         """Take the jobs that are admitted now out of the queue."""

@@ -17,7 +17,10 @@ from tests.engine.data import pass_for
 from tests.engine.sampling.helpers import sample_request
 from tests.models import VOCABULARY, save_tokenizer
 from tinsmith.engine.base import AdamParams, LoraSpec, SampleResult
+from tinsmith.engine.cpu.compiling import compile_part
+from tinsmith.engine.cpu.instructions import kind_of
 from tinsmith.engine.model.precision import dtype_name
+from tinsmith.engine.sampling import sampler
 from tinsmith.engine.sampling.banks.layers import CompiledLayers
 
 pytestmark = needs_panels
@@ -53,7 +56,12 @@ def engine_with(tmp_path_factory: pytest.TempPathFactory, wait: Any) -> Iterator
         return folder
 
     with engines(folder_of, wait) as engine:
-        yield lambda kind, dtype, threads=1: engine(kind, dtype=dtype_name(dtype), threads=threads)
+
+        def engine_with(kind: str, dtype: torch.dtype, threads: int = 1) -> Any:
+            compile_part("layers", kind_of(dtype))
+            return engine(kind, dtype=dtype_name(dtype), threads=threads)
+
+        yield engine_with
 
 
 async def samples(engine: Any, versions: list[str | None]) -> list[SampleResult]:
@@ -120,6 +128,24 @@ def test_other_models_are_computed_layer_by_layer(
     kind: str, dtype: torch.dtype, engine_with: Callable[..., Any]
 ) -> None:
     assert engine_with(kind, dtype).sampler.batch.layers is None
+
+
+@each_dtype
+def test_layers_are_used_once_they_are_compiled(
+    dtype: torch.dtype, engine_with: Callable[..., Any], wait: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests before that do not wait, and another process compiles."""
+    compiled, compiling = set[str](), list[str]()
+    monkeypatch.setattr(sampler, "is_compiled", lambda part, _: part in compiled)
+    monkeypatch.setattr(sampler, "compile_parts", lambda parts, _: compiling.extend(parts))
+    engine = engine_with("Llama", dtype, 5)
+    expected = wait(samples(engine, [None]))
+    assert engine.sampler.batch.layers is None
+    assert compiling == ["layers"]
+    compiled.add("layers")
+    actual = wait(samples(engine, [None]))
+    assert engine.sampler.batch.layers is not None
+    assert np.array_equal(actual[0].sequences[0].logprobs, expected[0].sequences[0].logprobs)
 
 
 @each_dtype
