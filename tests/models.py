@@ -1,9 +1,9 @@
 """Tiny random base models with a real tokenizer, written to a folder as transformers would.
 
-Four shapes, each with something that an engine can get wrong: grouped-query attention with tied embeddings (llama), an
-unembedding of its own (untied), q and k norms with a head size of its own (qwen3), biases on q, k and v with a
-vocabulary padded beyond the tokenizer (qwen2). About half a million parameters; the weights are larger than usual, so
-that the next-token distributions are far from flat.
+Five shapes, each with something that an engine can get wrong: grouped-query attention with tied embeddings (llama), an
+unembedding of its own (untied), widths that compiled functions multiply (aligned), q and k norms with a head size of
+its own (qwen3), biases on q, k and v with a vocabulary padded beyond the tokenizer (qwen2). About half a million
+parameters; the weights are larger than usual, so that the next-token distributions are far from flat.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transformers import (
 
 VOCABULARY = 512
 CONTEXT = 1024
-KINDS = ("llama", "untied", "qwen3", "qwen2")
+KINDS = ("llama", "untied", "aligned", "qwen3", "qwen2")
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -108,8 +108,10 @@ def _model(kind: str) -> PreTrainedModel:
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=True, **shape))
     if kind == "untied":
-        shape |= {"intermediate_size": 192, "num_attention_heads": 6}  # widths that compiled functions multiply
         return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=False, **shape))
+    if kind == "aligned":
+        shape |= {"intermediate_size": 192, "num_attention_heads": 6}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=True, **shape))
     if kind == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, tie_word_embeddings=True, head_dim=32, **shape))
     if kind == "qwen2":
