@@ -27,7 +27,7 @@ def compile_ahead(kind: str, *, panels: bool) -> threading.Thread:
 
 
 def compile_parts(parts: Sequence[str], kind: str) -> threading.Thread:
-    """The same of parts by their names."""
+    """Compile parts by their names, as `compile_ahead` does."""
 
     def wait_for_all() -> None:
         missing = [part for part in parts if not is_compiled(part, kind)]

@@ -316,14 +316,16 @@ LAYERS = np.dtype(
         ("key_heads", "i8"),
         ("head_width", "i8"),
         ("mlp_width", "i8"),
-        ("residual", "i8"),  # address of float32 [rows, width]: what comes into the layers, then what comes out
-        ("total", "i8"),  # of the same
+        ("residual", "i8"),  # address of float32 [rows, width]: what comes into the layers
+        ("total", "i8"),  # of the same: what comes out of them, without the last addition
         ("normed", "i8"),  # [rows, width]
         ("scales", "i8"),  # float32 [rows]
         ("query", "i8"),  # [rows, heads head_width], and rotated
         ("rotated_query", "i8"),
         ("key", "i8"),
         ("rotated_key", "i8"),
+        ("value", "i8"),
+        ("attended", "i8"),  # [rows, heads head_width]
         ("gate", "i8"),  # [rows, mlp_width]
         ("up", "i8"),
         ("gated", "i8"),
@@ -364,7 +366,7 @@ def rotate_heads(number: Any, step: Any, heads: Any, rotated: Any, count: Any, w
 @cache
 def layers_function(kind: str) -> Any:
     """A C function of a pointer to LAYERS, which lives as long as this object: computes all layers of a decoding step.
-    The last layer's sum with its addition is left to do."""
+    The caller adds the last addition to the total."""
     number, _ = numbers_of(kind)
 
     @c_function

@@ -156,11 +156,13 @@ class AdapterTables:
 
     def with_parts(self, narrow: Tensor | None = None, narrow_grads: Tensor | None = None) -> Any:
         """`cpu.projections.ADAPTER` [n] in memory, each with its part of these."""
-        tensors = [None if tensor is None or not tensor.numel() else tensor for tensor in (narrow, narrow_grads)]
-        if tensors == [None, None]:
+        parts = [
+            (0, 0) if tensor is None or not tensor.numel() else (tensor.data_ptr(), tensor.itemsize)
+            for tensor in (narrow, narrow_grads)
+        ]
+        if not any(start for start, _ in parts):
             return self.without_parts
         values = list[int]()
-        parts = [(0, 0) if tensor is None else (tensor.data_ptr(), tensor.itemsize) for tensor in tensors]
         for adapter, offset in zip(self.adapters, self.offsets.values(), strict=True):
             values += adapter
             values += [start + offset * size for start, size in parts]

@@ -260,7 +260,11 @@ class RunningBatch:
         attention.advance()
         self._fail(self._token_sampler.next_tokens(sequences, hidden, spans))
         self._emit_and_retire(sequences)
-        if not self.sequences:
+        self._release_tables()
+
+    def _release_tables(self) -> None:
+        """Drop the tables of the last step over banks if no sequence is left: they refer to weights."""
+        if self._decoder is None and not self.sequences:
             self._active.release_memory()
             if self.layers is not None:
                 self.layers.release_memory()
@@ -278,6 +282,7 @@ class RunningBatch:
             self._free_row(sequence)
             sequence.reset()
         self.sequences = [sequence for sequence in self.sequences if sequence.job not in jobs]
+        self._release_tables()
 
     def _match(self, job: SampleJob) -> PrefixMatch:
         """The cached beginning of a prompt, up to the first position whose hidden state is needed."""

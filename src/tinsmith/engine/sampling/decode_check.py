@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -47,35 +48,28 @@ def check_banks(base: BaseModel, kv_cache: RowCache, function: AttentionFunction
     return function if base.checks.result("decoding", works) else None
 
 
-def check_layers(base: BaseModel, kv_cache: RowCache, function: AttentionFunction | None) -> CompiledLayers | None:
-    """Layers that are computed in one call, in an empty cache; None if there are none or their bits are others."""
-    layers = CompiledLayers.of(base)
-    if layers is None or function is None:
-        return None
+def check_layers(
+    base: BaseModel, kv_cache: RowCache, function: AttentionFunction | None, layers: CompiledLayers
+) -> bool:
+    """Whether a step whose layers are one call has the bits of one layer by layer, in an empty cache."""
     try:
-        works = base.checks.result("decoding layers", lambda: _same_bits(base, kv_cache, function, layers))
+        return base.checks.result("decoding layers", lambda: _same_bits(base, kv_cache, function, layers))
     except Exception:
         log.warning("The layers of %s do not work as one call; decoding is slower.", base.card.source, exc_info=True)
-        return None
-    return layers if works else None
+        return False
 
 
 @torch.no_grad()
-def _same_bits(base: BaseModel, kv_cache: Any, function: AttentionFunction, layers: CompiledLayers) -> bool:
-    """Whether a step in one call has the hidden states of one layer by layer."""
-    tree = probe_tree(base)
-    rows = [torch.as_tensor(tree.tokens[path], device=base.device) for _, path in sorted(tree.index.items())]
-    cached, _ = _prefilled(base, kv_cache, rows)
-    try:
+def _same_bits(base: BaseModel, kv_cache: RowCache, function: AttentionFunction | None, layers: CompiledLayers) -> bool:
+    with _probe_rows(base, kv_cache) as (rows, cached, _):
         tokens = torch.stack([row[-STEPS] for row in rows])
         positions = torch.tensor([row.position for row in cached], device=base.device)
-        expected = base.hidden(tokens, positions, DecodeAttention(cached, function))
+        attention = DecodeAttention(cached, function)
+        expected = base.hidden(tokens, positions, attention)
         step = DecodeAttention(cached, function).compiled
-        return step is not None and torch.equal(layers.hidden(tokens, positions, step, ()), expected)
-    finally:
+        actual = None if step is None else layers.hidden(tokens, positions, step, ())
         layers.release_memory()
-        for cache_row in reversed(cached):
-            kv_cache.remove(cache_row)
+        return actual is not None and torch.equal(actual, expected)
 
 
 @torch.no_grad()
@@ -84,10 +78,8 @@ def check(base: BaseModel, attention: Callable[[list[Any]], Any], kv_cache: RowC
 
     `attention` makes the context of a step from rows of the cache.
     """
-    tree = probe_tree(base)
-    rows = [torch.as_tensor(tree.tokens[path], device=base.device) for _, path in sorted(tree.index.items())]
     try:
-        actual, expected = (hidden.float() for hidden in _decoded(base, attention, kv_cache, rows))
+        actual, expected = (hidden.float() for hidden in _decoded(base, attention, kv_cache))
     except Exception as error:
         raise _refusal(base, f"{type(error).__name__}: {error}") from error
     difference = float((actual - expected).abs().mean() / expected.std().clamp(min=1e-6))
@@ -96,14 +88,11 @@ def check(base: BaseModel, attention: Callable[[list[Any]], Any], kv_cache: RowC
         raise _refusal(base, f"its hidden states differ by {difference:.2g} standard deviations")
 
 
-def _decoded(
-    base: BaseModel, attention: Callable[[list[Any]], Any], kv_cache: Any, rows: list[Tensor]
-) -> tuple[Tensor, Tensor]:
+def _decoded(base: BaseModel, attention: Callable[[list[Any]], Any], kv_cache: RowCache) -> tuple[Tensor, Tensor]:
     """Hidden states [rows, STEPS, D] of the last tokens of each row: decoded, and as a prefill of the whole rows
-    computes them. Leaves the cache empty."""
-    cached, expected = _prefilled(base, kv_cache, rows)
-    steps = []
-    try:
+    computes them."""
+    with _probe_rows(base, kv_cache) as (rows, cached, expected):
+        steps = []
         for step in range(-STEPS, 0):
             context = attention(cached)
             hidden = base.hidden(
@@ -113,10 +102,20 @@ def _decoded(
             )
             context.advance()
             steps.append(hidden)
+        return torch.stack(steps, 1), expected
+
+
+@contextmanager
+def _probe_rows(base: BaseModel, kv_cache: Any) -> Iterator[tuple[list[Tensor], list[Any], Tensor]]:
+    """The rows of the probe, what `_prefilled` returns of them, and an empty cache afterwards."""
+    tree = probe_tree(base)
+    rows = [torch.as_tensor(tree.tokens[path], device=base.device) for _, path in sorted(tree.index.items())]
+    cached, expected = _prefilled(base, kv_cache, rows)
+    try:
+        yield rows, cached, expected
     finally:
         for cache_row in reversed(cached):
             kv_cache.remove(cache_row)
-    return torch.stack(steps, 1), expected
 
 
 def _prefilled(base: BaseModel, kv_cache: Any, rows: list[Tensor]) -> tuple[list[Any], Tensor]:

@@ -59,11 +59,12 @@ class TorchSampler:
             self.batch.attention_function = decode_check.check_banks(
                 base, self.batch.kv_cache, self.batch.attention_function
             )
-        self._base, self._awaits_layers = base, False
-        if batch is None and self.batch.attention_function is not None and CompiledLayers.of(base) is not None:
-            self._awaits_layers = True
+        self._compiling: CompiledLayers | None = None
+        """Layers that have to be compiled before they compute steps."""
+        if batch is None and self.batch.attention_function is not None:
+            self._compiling = CompiledLayers.of(base)
             self._use_layers()
-            if self._awaits_layers:
+            if self._compiling is not None:
                 compile_parts(["layers"], kind_of(base.dtype))
         self._waiting: list[SampleJob] = []
         self._loop: asyncio.Task[None] | None = None
@@ -105,7 +106,7 @@ class TorchSampler:
 
     def step(self) -> None:
         """Prefill the waiting jobs that fit, then decode one token of every running sequence."""
-        if self._awaits_layers and not self.batch.sequences:
+        if not self.batch.sequences:
             self._use_layers()
         with self._failing(lambda: self._waiting):
             self._prefill(self._schedule())
@@ -115,9 +116,11 @@ class TorchSampler:
 
     def _use_layers(self) -> None:
         """Have steps computed in one call once it is compiled, for which no request waits."""
-        if is_compiled("layers", kind_of(self._base.dtype)):
-            self._awaits_layers, batch = False, self.batch
-            batch.layers = decode_check.check_layers(self._base, batch.kv_cache, batch.attention_function)
+        layers, batch = self._compiling, self.batch
+        if layers is not None and is_compiled("layers", kind_of(layers.base.dtype)):
+            self._compiling = None
+            if decode_check.check_layers(layers.base, batch.kv_cache, batch.attention_function, layers):
+                batch.layers = layers
 
     def _schedule(self) -> list[SampleJob]:
         """Take the jobs that are admitted now out of the queue."""

@@ -1,15 +1,15 @@
 """All layers of a decoding step in one call, on CPUs: `cpu.decoding.LAYERS`.
 
-Called one by one from Python, the functions of a layer take a quarter of a millisecond more, half of a step of few
-rows. The same functions compute the same bits. This is for dense models of which compiled functions compute all layers;
-others are computed layer by layer.
+Python takes a quarter of a millisecond to call the functions of a layer one by one: half of a step of few rows. In one
+call the same functions compute the same bits. This is for dense models whose layers consist of compiled functions
+alone; others are computed layer by layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import addressof
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from tinsmith.engine.lora.fused_layers import DecoderLayer
 from tinsmith.engine.lora.linear import LoraLinear
 from tinsmith.engine.lora.matmul import FrozenLinear
 from tinsmith.engine.model.base_model import BaseModel
-from tinsmith.engine.sampling.decode import CompiledStep
+from tinsmith.engine.sampling.decode import AttentionFunction, CompiledStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,14 @@ class _Parts:
         parts = dict(own[0].named_children()) if own else {}
         names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
         norm, attention, mlp_norm, mlp = (parts.get(name) for name in names)
-        if not isinstance(attention, layers.Attention) or not isinstance(mlp, layers.MLP) or attention.is_gated:
+        if not isinstance(attention, layers.Attention) or not isinstance(mlp, layers.MLP):
             return None
         linear = (module for module in layer.modules() if isinstance(module, LoraLinear))
         norms = [module for module in layer.modules() if isinstance(module, layers.RMSNorm)]
         dtypes = {mlp.down_proj.frozen.dtype, *(each.weight.dtype for each in norms)}
-        if len(dtypes) > 1 or mlp.kernels is None or not all(map(_is_laid_out, linear)):
+        if attention.is_gated or not attention.rule.is_softmax or mlp.kernels is None:
+            return None
+        if len(dtypes) > 1 or not all(map(_is_laid_out, linear)):
             return None
         assert isinstance(norm, layers.RMSNorm)
         assert isinstance(mlp_norm, layers.RMSNorm)
@@ -63,7 +65,8 @@ def _is_laid_out(module: LoraLinear) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """Those of a step, [rows, columns], in the base's dtype unless noted. Each layer overwrites the last one's."""
+    """Those of a step, [rows, columns], in the base's dtype unless noted; `cpu.decoding.LAYERS` has them by the same
+    names. Each layer overwrites the last one's."""
 
     residual: Tensor
     """float32: what comes into the first layer."""
@@ -114,12 +117,16 @@ class _Tensors:
 class _Step:
     """The tables of a step of so many rows under some adapters."""
 
-    def __init__(self, every: Sequence[_Parts], rows: int, group: CompiledAdapters | None, attend: int) -> None:
-        """`attend` is the address of the C function of attention."""
+    def __init__(
+        self, every: Sequence[_Parts], rows: int, group: CompiledAdapters | None, function: AttentionFunction
+    ) -> None:
         from tinsmith.engine.cpu import decoding
 
         self.tensors = own = _Tensors.of(every[0], rows)
         self._group, self._calls = group, list[Any]()  # which the table leads to
+        head_width, kind = every[0].attention.width, kind_of(own.normed.dtype)
+        heads, key_heads = (tensor.shape[1] // head_width for tensor in (own.query, own.key))
+        attend = function(heads // key_heads).address
         self._attention = np.zeros(len(every), decoding.STEP)
         for number, rule in enumerate(parts.attention.rule for parts in every):
             self._attention[number]["layer"] = number
@@ -128,15 +135,16 @@ class _Step:
         self._attention["new_keys"], self._attention["new_values"] = own.rotated_key.data_ptr(), own.value.data_ptr()
         first, size = self._attention.ctypes.data, decoding.STEP.itemsize
         table = [self._layer(parts, first + number * size, attend) for number, parts in enumerate(every)]
-        self._layers, head_width = np.array(table, decoding.LAYER), every[0].attention.width
-        tensors = (own.residual, own.total, own.normed, own.scales, own.query, own.rotated_query, own.key,
-                   own.rotated_key, own.gate, own.up, own.gated, own.addition)  # fmt: skip
-        kind = kind_of(own.normed.dtype)
-        sizes = rows, own.normed.shape[1], own.query.shape[1] // head_width, own.key.shape[1] // head_width, head_width
-        functions = projections().forward_function(kind).address, openmp.address_of_parallel()
-        places = (tensor.data_ptr() for tensor in tensors)
-        values = len(every), self._layers.ctypes.data, *sizes, own.gate.shape[1], *places, *functions, 0, 0, 0, 0
-        self._step, self._function = np.array([values], decoding.LAYERS), decoding.layers_function(kind)
+        self._layers = np.array(table, decoding.LAYER)
+        self._function, self._step = decoding.layers_function(kind), np.zeros(1, decoding.LAYERS)
+        step = self._step
+        step["count"], step["table"], step["rows"] = len(every), self._layers.ctypes.data, rows
+        step["width"], step["mlp_width"], step["head_width"] = own.normed.shape[1], own.gate.shape[1], head_width
+        step["heads"], step["key_heads"] = heads, key_heads
+        for field in fields(own):
+            step[field.name] = getattr(own, field.name).data_ptr()
+        step["project"] = projections().forward_function(kind).address
+        step["parallel"] = openmp.address_of_parallel()
 
     def run(self, embedded: Tensor, cos: Tensor, sin: Tensor, attention: CompiledStep) -> Tensor:
         """Embeddings float32 [rows, D], and the tables of the rotation [rows, R] -> float32 [rows, D]."""
@@ -185,7 +193,7 @@ class CompiledLayers:
     """The layers of a dense model."""
 
     def __init__(self, base: BaseModel, every: Sequence[_Parts]) -> None:
-        self._base, self._every = base, every
+        self.base, self._every = base, every
         self._step: _Step | None = None
         self._made_for: tuple[Any, ...] = ()
 
@@ -208,15 +216,12 @@ class CompiledLayers:
     def hidden(self, tokens: Tensor, positions: Tensor, attention: CompiledStep, groups: AdapterGroups) -> Tensor:
         """As `BaseModel.hidden`."""
         group = groups[0] if groups else None
-        body: Any = self._base.body
+        body: Any = self.base.body
         made_for = len(tokens), group, torch.get_num_threads()
         if self._step is None or self._made_for != made_for:
             assert group is None or isinstance(group, CompiledAdapters)
-            rule = self._every[0].attention
-            heads, key_heads = (module.target.outputs // rule.width for module in (rule.q_proj, rule.k_proj))
-            attend = attention.function(heads // key_heads).address
-            self._step, self._made_for = _Step(self._every, len(tokens), group, attend), made_for
-        embedded = self._base.model.get_input_embeddings()(tokens).float()
+            self._step, self._made_for = _Step(self._every, len(tokens), group, attention.function), made_for
+        embedded = self.base.model.get_input_embeddings()(tokens).float()
         cos, sin = (table[0, :, 0].contiguous() for table in body.rotary_emb(embedded[None], positions[None]))
         return body.norm(self._step.run(embedded, cos, sin, attention)[None])[0]
 
