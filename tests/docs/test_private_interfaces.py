@@ -13,6 +13,7 @@ from transformers import LlamaConfig, PreTrainedModel
 def test_torch_says_whether_bfloat16_is_fast() -> None:
     assert isinstance(torch.cpu._is_avx512_bf16_supported(), bool)
     assert isinstance(torch.cpu._is_amx_tile_supported(), bool)
+    assert isinstance(torch.cpu._init_amx(), bool)
 
 
 def test_torch_has_operators_on_lists() -> None:

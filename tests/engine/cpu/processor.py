@@ -8,9 +8,7 @@ import torch
 from tinsmith.engine.cpu.instructions import has_pair_products, panel_kind
 
 CPU = torch.device("cpu")
-needs_pairs = pytest.mark.skipif(
-    not has_pair_products(CPU, torch.bfloat16), reason="needs AVX512-BF16, no AMX, and Numba"
-)
+needs_pairs = pytest.mark.skipif(not has_pair_products(CPU, torch.bfloat16), reason="needs AVX512-BF16 and Numba")
 needs_panels = pytest.mark.skipif(panel_kind(CPU, torch.float32) is None, reason="needs x86-64 and Numba")
 each_dtype = pytest.mark.parametrize(
     "dtype",

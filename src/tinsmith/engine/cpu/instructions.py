@@ -35,19 +35,19 @@ def cpu_bfloat16(root: Path = Path("/")) -> Bfloat16:
 @cache
 def has_pair_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether compiled products of bfloat16 with float32 results are the fastest on this device: in AVX512-BF16's
-    instruction for pairs of numbers, and not where AMX, or float32, is faster."""
-    if not has_loops(device, dtype) or dtype != torch.bfloat16:
+    instruction for pairs of numbers, and in those of AMX where a processor has it, but not where float32 is faster."""
+    if not has_loops(device, dtype) or dtype != torch.bfloat16 or cpu_bfloat16() != "fast":
         return False
-    if torch.cpu._is_amx_tile_supported() or cpu_bfloat16() != "fast":
-        return False
-    from tinsmith.engine.cpu.vectors import HAS_PAIRS  # with Numba
+    from tinsmith.engine.cpu.vectors import HAS_AMX, HAS_PAIRS  # with Numba
 
+    if HAS_AMX or torch.cpu._is_amx_tile_supported():
+        return HAS_AMX and torch.cpu._init_amx()  # Linux lets a process use AMX that asks for it
     return HAS_PAIRS
 
 
 def panel_kind(device: torch.device, dtype: torch.dtype) -> Kind | None:
     """What compiled functions multiply with matrices that are laid out for them; None where PyTorch's products are
-    faster or not slower: of bfloat16 without AVX512-BF16 or with AMX, and on other processors than x86-64."""
+    faster or not slower: of bfloat16 without AVX512-BF16, and on other processors than x86-64."""
     if not has_loops(device, dtype) or platform.machine() not in ("x86_64", "AMD64"):
         return None
     kind = kind_of(dtype)

@@ -16,7 +16,7 @@ from numba import carray, njit  # pyright: ignore[reportAttributeAccessIssue] - 
 from tinsmith.engine.cpu.panels import lay_columns, lay_rows, multiply, multiply_weights
 from tinsmith.engine.cpu.primitives import atomic_next, c_function, numbers_of, pointer, void_pointer
 from tinsmith.engine.cpu.rows import copy_row
-from tinsmith.engine.cpu.tiles import TILE_COLUMNS, data_of
+from tinsmith.engine.cpu.tiles import TILE_COLUMNS, data_of, release_amx, set_up_amx
 
 PRODUCT = np.dtype(
     [
@@ -76,6 +76,7 @@ def logits_function(kind: str) -> Any:
 
     @c_function
     def fill_logits(argument):
+        set_up_amx()
         product = carray(argument, 1, PRODUCT)[0]
         rows, words, hidden = product.rows, product.words, pointer(number(product.hidden))
         logits = pointer(np.float64(product.logits))
@@ -97,6 +98,7 @@ def logits_function(kind: str) -> Any:
                         copy_row(logits, first + row * words, data_of(rest), row * TILE_COLUMNS, np.float32(1),
                                  words - first)  # fmt: skip
             start = atomic_next(argument) * PART_PANELS
+        release_amx()
 
     return fill_logits
 
@@ -160,6 +162,7 @@ def backward_function(kind: str) -> Any:
 
     @c_function
     def multiply_back(argument):
+        set_up_amx()
         call = carray(argument, 1, BACKWARD)[0]
         rows, width, words = call.rows, call.width, call.words
         grads, weights = pointer(number(call.logit_grads)), pointer(number(call.weights))
@@ -177,5 +180,6 @@ def backward_function(kind: str) -> Any:
                     multiply(sums, own + column, width, grads, first, words, data_of(panel), 0, depth, np.float32(1),
                              rows, 1)  # fmt: skip
             part = atomic_next(argument)
+        release_amx()
 
     return multiply_back

@@ -22,15 +22,18 @@ from numba.extending import overload  # pyright: ignore[reportAttributeAccessIss
 from tinsmith.engine.cpu.primitives import half_pointer, load, pointer, pointer_like, store
 from tinsmith.engine.cpu.rows import copy_row, fill
 from tinsmith.engine.cpu.tiles import (
+    AMX_DEPTH,
+    AMX_ROWS,
     PAIR_ROWS,
     TILE_COLUMNS,
     TILE_ROWS,
+    amx_tile,
     pair_columns,
     pair_rows,
     panel_tile,
     transpose_rows,
 )
-from tinsmith.engine.cpu.vectors import HAS_32_REGISTERS
+from tinsmith.engine.cpu.vectors import HAS_32_REGISTERS, HAS_AMX
 
 HALF_ROWS = PAIR_ROWS // 2
 """Rows of a smaller tile of pairs, for what is left of a matrix."""
@@ -266,8 +269,8 @@ def _multiply_of(outputs, place, line, left, first, left_line, right, start, dep
                              TILE_COLUMNS, min(DEPTH, depth - k), factor, rows, adds or k)  # fmt: skip
 
     def in_pairs(outputs, place, line, left, first, left_line, right, start, depth, factor, rows, adds):
-        _multiply_pairs(outputs, place, line, left, first, left_line, 2, right, start, PANEL_LINE, depth, factor, rows,
-                        adds)  # fmt: skip
+        _multiply_rows(outputs, place, line, left, first, left_line, 2, right, start, PANEL_LINE, depth, factor, rows,
+                       adds)  # fmt: skip
 
     return in_pairs if left.dtype == types.uint16 else whole
 
@@ -290,8 +293,8 @@ def _multiply_transposed_of(
                              adds or k)  # fmt: skip
 
     def in_pairs(outputs, place, line, left, first, left_line, right, start, right_line, depth, factor, rows, adds):
-        _multiply_pairs(outputs, place, line, left, 2 * first, np.int64(2), 2 * left_line, right, 2 * start,
-                        2 * right_line, depth, factor, rows, adds)  # fmt: skip
+        _multiply_columns(outputs, place, line, left, 2 * first, np.int64(2), 2 * left_line, right, 2 * start,
+                          2 * right_line, depth, factor, rows, adds)  # fmt: skip
 
     return in_pairs if left.dtype == types.uint16 else whole
 
@@ -302,6 +305,52 @@ def _multiply_pairs(
 ):  # type: ignore[no-untyped-def]
     _multiply_in_tiles(outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, factor,
                        rows, adds, PAIR_ROWS, HALF_ROWS, 1)  # fmt: skip
+
+
+@njit(inline="always")
+def _multiply_by_amx(
+    outputs: Any, place: Any, line: Any, left: Any, first: Any, left_line: Any, left_step: Any, right: Any, start: Any,
+    right_line: Any, depth: Any, factor: Any, rows: Any, adds: Any, by_rows: Any,
+) -> None:  # fmt: skip
+    """`amx_tile` of any number of rows, and the same of what is left of the depth."""
+    done, row = depth // AMX_DEPTH * AMX_DEPTH, 0
+    if done:
+        while row + AMX_ROWS <= rows:
+            amx_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right,
+                     start, right_line, done, factor, AMX_ROWS, adds, by_rows, 2, AHEAD)  # fmt: skip
+            row += AMX_ROWS
+        if row + AMX_ROWS // 2 <= rows:
+            amx_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right,
+                     start, right_line, done, factor, AMX_ROWS // 2, adds, by_rows, 1, AHEAD)  # fmt: skip
+            row += AMX_ROWS // 2
+        if row < rows:
+            amx_tile(outputs, place + row * line, line, left, first + row * left_line, left_line, left_step, right,
+                     start, right_line, done, factor, rows - row, adds, by_rows, 0, AHEAD)  # fmt: skip
+    if done < depth or not done:
+        _multiply_pairs(outputs, place, line, left, first + done // 2 * left_step, left_line, left_step, right,
+                        start + done // 2 * right_line, right_line, depth - done, factor, rows,
+                        adds or done)  # fmt: skip
+
+
+@njit(error_model="numpy")
+def _multiply_rows_by_amx(
+    outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, factor, rows, adds
+):  # type: ignore[no-untyped-def]
+    _multiply_by_amx(outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, factor,
+                     rows, adds, 1)  # fmt: skip
+
+
+@njit(error_model="numpy")
+def _multiply_columns_by_amx(
+    outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, factor, rows, adds
+):  # type: ignore[no-untyped-def]
+    _multiply_by_amx(outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, factor,
+                     rows, adds, 0)  # fmt: skip
+
+
+_multiply_rows, _multiply_columns = (
+    (_multiply_rows_by_amx, _multiply_columns_by_amx) if HAS_AMX else (_multiply_pairs, _multiply_pairs)
+)
 
 
 @njit(error_model="numpy")

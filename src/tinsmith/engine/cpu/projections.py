@@ -42,7 +42,7 @@ from tinsmith.engine.cpu.primitives import (
     void_pointer,
 )
 from tinsmith.engine.cpu.rows import add_row, copy_row, fill
-from tinsmith.engine.cpu.tiles import TILE_COLUMNS, data_of, pack_line, transpose_rows
+from tinsmith.engine.cpu.tiles import TILE_COLUMNS, data_of, pack_line, release_amx, set_up_amx, transpose_rows
 
 CALL = np.dtype(
     [
@@ -221,6 +221,7 @@ def forward_function(kind: str) -> Any:
 
     @c_function
     def fill_outputs(argument):
+        set_up_amx()
         call = carray(argument, 1, CALL)[0]
         sites = carray(void_pointer(call.site_table), call.sites, SITE)
         adapters = carray(void_pointer(call.adapter_table), call.adapters, ADAPTER)
@@ -264,6 +265,7 @@ def forward_function(kind: str) -> Any:
                            site.output_line, data_of(sums), last - first)  # fmt: skip
                 column += TILE_COLUMNS
             part = atomic_next(argument)
+        release_amx()
 
     return fill_outputs
 
@@ -318,6 +320,7 @@ def backward_function(kind: str) -> Any:
 
     @c_function
     def fill_input_grads(argument):
+        set_up_amx()
         call = carray(argument, 1, CALL)[0]
         sites = carray(void_pointer(call.site_table), call.sites, SITE)
         adapters = carray(void_pointer(call.adapter_table), call.adapters, ADAPTER)
@@ -357,6 +360,7 @@ def backward_function(kind: str) -> Any:
                 round_rows(pointer_like(data_of(a_panel), call.inputs), first * call.input_line + column,
                            call.input_line, data_of(sums), last - first)  # fmt: skip
             part = atomic_next(argument)
+        release_amx()
 
     return fill_input_grads
 
@@ -416,6 +420,7 @@ def gradient_function(kind: str) -> Any:
 
     @c_function
     def add_gradients(argument):
+        set_up_amx()
         call, part, before = carray(argument, 1, CALL)[0], atomic_next(argument), 0
         sites, of_inputs = carray(void_pointer(call.site_table), call.sites, SITE), parts_of(call.width)
         parts = of_inputs
@@ -450,6 +455,7 @@ def gradient_function(kind: str) -> Any:
                                     data_of(sums), data_of(scratch))  # fmt: skip
                     part = atomic_next(argument)
             before = end
+        release_amx()
 
     return add_gradients
 

@@ -9,12 +9,14 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from tinsmith.engine.cpu.primitives import BITS
 from tinsmith.engine.cpu.vectors import (
     FLOAT,
     HAS_32_REGISTERS,
+    HAS_AMX,
     INT64,
     LANES,
     add_pairs,
@@ -50,6 +52,20 @@ TILE_COLUMNS = TILE_VECTORS * LANES
 """Sizes of the tiles of matrices."""
 PAIR_ROWS = 8
 """Rows of the tiles of bfloat16 matrices. Of 10 or 12 rows LLVM keeps some sums in memory."""
+AMX_ROWS = 32
+"""Rows that `amx_tile` multiplies at most."""
+AMX_DEPTH = 32
+"""Numbers of the depth that AMX multiplies at once."""
+_AMX_LINES = 16
+_WORDS = ir.VectorType(BITS, _AMX_LINES)
+"""Lines of one of AMX's registers, and what each of them has: 16 pairs of bfloat16 numbers, or sums."""
+AMX_ROWS = 32
+"""Rows that `amx_tile` multiplies at most: two of AMX's tiles."""
+AMX_DEPTH = 32
+"""Numbers of the depth that AMX multiplies at once."""
+_AMX_LINES = 16
+_WORDS = ir.VectorType(BITS, _AMX_LINES)
+"""Lines of one of AMX's registers, and what each of them has: 16 pairs of bfloat16 numbers, or sums."""
 
 
 @intrinsic
@@ -155,6 +171,151 @@ def score_tile(
 
     whole = types.int64
     return types.void(scores, whole, whole, queries, whole, panel, width, rows), generate
+
+
+@of_constants
+def amx_tile(
+    context: Any, outputs: Any, place: Any, line: Any, left: Any, first: Any, left_line: Any, left_step: Any,
+    right: Any, start: Any, right_line: Any, depth: Any, factor: Any, rows: Any, adds: Any, by_rows: Any, halves: Any,
+    ahead: Any,
+) -> Any:  # fmt: skip
+    """`panel_tile` of bfloat16 numbers by AMX, between `set_up_amx` and `release_amx`: of AMX_ROWS rows or half of
+    them, by `halves`, or of fewer than half if these are 0. Depth is a multiple of AMX_DEPTH. A row's numbers follow
+    each other if `by_rows`, a constant as well, and else the pairs of all rows do. The sums of a row do not depend on
+    the number of rows."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        outputs, place, line, *sides, factor, rows, adds, _, _, _ = arguments
+        sums = _memory(builder, FLOAT, AMX_ROWS * TILE_COLUMNS)
+        constants = bool(by_rows.literal_value), halves.literal_value, ahead.literal_value
+        _add_up_by_amx(builder, sums, *sides, rows, *constants)
+        factors, is_added = broadcast(builder, factor), builder.icmp_signed("!=", adds, INT64(0))
+
+        def put_row(row: Any, carried: Any) -> Any:
+            for v in range(TILE_VECTORS):
+                total = read(builder, sums, index(builder, builder.mul(row, INT64(TILE_COLUMNS)), LANES * v))
+                at = index(builder, builder.add(place, builder.mul(row, line)), LANES * v)
+                before = builder.select(is_added, read(builder, outputs, at), constant(0.0))
+                write(builder, outputs, at, fma(builder, total, factors, before))
+            return carried
+
+        loop(builder, rows, 1, [], put_row)
+        return context.get_dummy_value()
+
+    whole = types.int64
+    return types.void(
+        outputs, whole, whole, left, whole, whole, whole, right, whole, whole, whole, types.float32, whole, whole,
+        by_rows, halves, ahead,
+    ), generate  # fmt: skip
+
+
+def _add_up_by_amx(
+    builder: Any, sums: Any, left: Any, first: Any, left_line: Any, left_step: Any, right: Any, start: Any,
+    right_line: Any, depth: Any, rows: Any, by_rows: bool, halves: int, ahead: int,
+) -> None:  # fmt: skip
+    """Fill the sums of an `amx_tile`. AMX's registers 0 to 3 are the sums of each half of the rows and each vector of
+    the columns, 4 and 5 the left side of each half, 6 and 7 the right side of each vector."""
+    parts = [(half, v) for half in range(max(halves, 1)) for v in range(TILE_VECTORS)]
+    for half, v in parts:
+        _amx(builder, "tilezero", TILE_VECTORS * half + v)
+
+    def add(k: Any, carried: Any) -> Any:
+        pair = builder.ashr(k, INT64(1))
+        own, at = builder.add(first, builder.mul(left_step, pair)), builder.add(start, builder.mul(right_line, pair))
+        for line in range(_AMX_LINES):
+            near = builder.add(at, builder.mul(right_line, INT64(line)))
+            bring_nearer(builder, right, near, ahead, 2 * TILE_COLUMNS, 0)
+        for half in range(max(halves, 1)):
+            upper = builder.add(own, builder.mul(left_line, INT64(_AMX_LINES * half)))
+            if by_rows and halves:
+                _amx(builder, "tileloadd64", 4 + half, builder.gep(left, [upper]), _bytes(builder, left_line))
+            elif by_rows:
+                _read_few_by_amx(builder, 4, left, upper, left_line, rows)
+            else:
+                _read_columns_by_amx(builder, 4 + half, left, upper, left_step)
+        for v in range(TILE_VECTORS):
+            place = builder.gep(right, [index(builder, at, 2 * _AMX_LINES * v)])
+            _amx(builder, "tileloadd64", 6 + v, place, _bytes(builder, right_line))
+        for half, v in parts:
+            _amx(builder, "tdpbf16ps", TILE_VECTORS * half + v, 4 + half, 6 + v)
+        return carried
+
+    loop(builder, depth, AMX_DEPTH, [], add)
+    for half, v in parts:
+        place = builder.gep(sums, [INT64(_AMX_LINES * (TILE_COLUMNS * half + v))])
+        _amx(builder, "tilestored64", TILE_VECTORS * half + v, place, INT64(4 * TILE_COLUMNS))
+
+
+def _read_few_by_amx(builder: Any, register: int, numbers: Any, at: Any, stride: Any, rows: Any) -> None:
+    """Read fewer rows than a register has lines, after which memory may end. The other lines may be anything."""
+    room = _memory(builder, _WORDS, _AMX_LINES)
+
+    def copy(row: Any, carried: Any) -> Any:
+        words = bits_at(builder, numbers, builder.add(at, builder.mul(stride, row)), 2 * _AMX_LINES)
+        builder.store(builder.bitcast(words, _WORDS), builder.gep(room, [row]), align=4)
+        return carried
+
+    loop(builder, rows, 1, [], copy)
+    _amx(builder, "tileloadd64", register, room, INT64(4 * _AMX_LINES))
+
+
+def _read_columns_by_amx(builder: Any, register: int, numbers: Any, at: Any, stride: Any) -> None:
+    """Read rows whose pairs are columns of memory: a pair of each row from `at` on, the next after `stride`."""
+    room, places = _memory(builder, _WORDS, _AMX_LINES), (builder.mul(stride, INT64(k)) for k in range(_AMX_LINES))
+    pairs = [bits_at(builder, numbers, builder.add(at, place), 2 * _AMX_LINES) for place in places]
+    for row, words in enumerate(transposed(builder, [builder.bitcast(pair, _WORDS) for pair in pairs])):
+        builder.store(words, builder.gep(room, [INT64(row)]), align=4)
+    _amx(builder, "tileloadd64", register, room, INT64(4 * _AMX_LINES))
+
+
+@intrinsic
+def set_up_amx(context: Any) -> Any:
+    """Let this thread use AMX's registers, until `release_amx`; nothing without AMX."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if HAS_AMX:
+            byte = ir.IntType(8)
+            sizes = b"".join(size.to_bytes(2, "little") for size in [4 * _AMX_LINES] * 8)  # bytes of a line
+            layout = bytes([1, *[0] * 15]) + sizes + bytes(16) + bytes([_AMX_LINES] * 8) + bytes(8)
+            table = _memory(builder, byte, len(layout))
+            whole = ir.Constant(ir.VectorType(byte, len(layout)), list(layout))
+            builder.store(whole, builder.bitcast(table, whole.type.as_pointer()), align=1)
+            _amx(builder, "ldtilecfg", table)
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def release_amx(context: Any) -> Any:
+    """The end of what `set_up_amx` begins."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if HAS_AMX:
+            _amx(builder, "tilerelease")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+def _amx(builder: Any, name: str, *arguments: Any) -> None:
+    """One of AMX's instructions, of registers by number, addresses and sizes."""
+    byte = ir.IntType(8)
+    values = [byte(argument) if isinstance(argument, int) else argument for argument in arguments]
+    values = [builder.bitcast(v, byte.as_pointer()) if isinstance(v.type, ir.PointerType) else v for v in values]
+    signature = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+    builder.call(builder.module.declare_intrinsic(f"llvm.x86.{name}", (), signature), values)
+
+
+def _bytes(builder: Any, numbers: Any) -> Any:
+    """The size of bfloat16 numbers."""
+    return builder.shl(numbers, INT64(1))
+
+
+def _memory(builder: Any, number: Any, count: int) -> Any:
+    """A pointer to room for so many numbers, which lives as long as the function runs."""
+    whole = cgutils.alloca_once(builder, ir.ArrayType(number, count))
+    return builder.bitcast(whole, number.as_pointer())
 
 
 def _places(builder: Any, place: Any, line: Any, rows: int) -> list[Any]:

@@ -28,6 +28,8 @@ def _has(feature: str) -> bool:
 HAS_32_REGISTERS = _has("avx512f")
 HAS_PAIRS = _has("avx512bf16")
 """Whether `add_pairs` can be compiled."""
+HAS_AMX = HAS_PAIRS and _has("amx-bf16")
+"""Whether products in AMX's tiles can be compiled."""
 LANES = 16 if HAS_32_REGISTERS else 8
 """Numbers in a vector, at most."""
 PART = 2.0**-37
