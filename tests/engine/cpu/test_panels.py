@@ -15,7 +15,7 @@ from tinsmith.engine.cpu.panels import multiply, multiply_transposed
 from tinsmith.engine.cpu.tiles import TILE_COLUMNS, data_of, release_amx, set_up_amx
 from tinsmith.engine.cpu.vectors import HAS_PAIRS
 
-torch.cpu._init_amx()  # asks Linux for AMX, if there is one
+torch.cpu._init_amx()  # Linux lets a process use AMX after this
 pytestmark = pytest.mark.skipif(not HAS_PAIRS, reason="needs AVX512-BF16")
 DEPTHS = [8, 32, 40, 64, 264]
 """Some of which AMX multiplies whole, in part, and not at all."""

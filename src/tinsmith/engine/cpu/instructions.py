@@ -41,7 +41,7 @@ def has_pair_products(device: torch.device, dtype: torch.dtype) -> bool:
     from tinsmith.engine.cpu.vectors import HAS_AMX, HAS_PAIRS  # with Numba
 
     if HAS_AMX or torch.cpu._is_amx_tile_supported():
-        return HAS_AMX and torch.cpu._init_amx()  # Linux lets a process use AMX that asks for it
+        return HAS_AMX and torch.cpu._init_amx()  # Linux lets a process use AMX after this
     return HAS_PAIRS
 
 

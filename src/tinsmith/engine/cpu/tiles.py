@@ -187,8 +187,15 @@ def amx_tile(
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         outputs, place, line, *sides, factor, rows, adds, _, _, _ = arguments
         sums = _memory(builder, FLOAT, AMX_ROWS * TILE_COLUMNS)
-        constants = bool(by_rows.literal_value), halves.literal_value, ahead.literal_value
-        _add_up_by_amx(builder, sums, *sides, rows, *constants)
+        _add_up_by_amx(
+            builder,
+            sums,
+            *sides,
+            rows=rows,
+            by_rows=bool(by_rows.literal_value),
+            halves=halves.literal_value,
+            ahead=ahead.literal_value,
+        )
         factors, is_added = broadcast(builder, factor), builder.icmp_signed("!=", adds, INT64(0))
 
         def put_row(row: Any, carried: Any) -> Any:
@@ -211,7 +218,7 @@ def amx_tile(
 
 def _add_up_by_amx(
     builder: Any, sums: Any, left: Any, first: Any, left_line: Any, left_step: Any, right: Any, start: Any,
-    right_line: Any, depth: Any, rows: Any, by_rows: bool, halves: int, ahead: int,
+    right_line: Any, depth: Any, *, rows: Any, by_rows: bool, halves: int, ahead: int,
 ) -> None:  # fmt: skip
     """Fill the sums of an `amx_tile`. AMX's registers 0 to 3 are the sums of each half of the rows and each vector of
     the columns, 4 and 5 the left side of each half, 6 and 7 the right side of each vector."""
