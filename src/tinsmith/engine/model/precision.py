@@ -35,25 +35,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 @contextmanager
 def exact_products() -> Iterator[None]:
     """Multiply float32 exactly within the context, whatever an engine of this process has set."""
-    with _products("ieee", torch.backends.mkldnn.matmul, torch.backends.cuda.matmul):  # pyright: ignore[reportAttributeAccessIssue]
-        yield
-
-
-@contextmanager
-def bfloat16_products() -> Iterator[None]:
-    """Let CPUs with AMX multiply float32 factors as bfloat16 within the context, and accumulate in float32: three times
-    as fast, and exact where all factors are bfloat16 values. Other processors multiply float32."""
-    with _products("bf16", torch.backends.mkldnn.matmul):  # pyright: ignore[reportAttributeAccessIssue]
-        yield
-
-
-@contextmanager
-def _products(precision: str, *backends: Any) -> Iterator[None]:
-    """Within the context, these backends multiply float32 with this precision."""
+    backends: tuple[Any, ...] = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul  # pyright: ignore[reportAttributeAccessIssue]
     previous = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:
-            backend.fp32_precision = precision
+            backend.fp32_precision = "ieee"
         yield
     finally:
         for backend, before in zip(backends, previous, strict=True):

@@ -6,7 +6,6 @@ If the base is bfloat16, both factors are bfloat16 values, whose products float3
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +17,6 @@ from tinsmith.engine.cpu import openmp
 from tinsmith.engine.cpu.instructions import kind_of
 from tinsmith.engine.lora.compiled_projections import MULTIPLE_WIDTH, Panels
 from tinsmith.engine.lora.matmul import FrozenLinear
-from tinsmith.engine.model import precision
 
 FEW_ROWS = 16
 """Rows whose products take as long as reading the weights, which compiled functions read in two bytes each."""
@@ -125,8 +123,7 @@ class CompiledProducts:
 
 
 class Float32Products:
-    """Products with a float32 copy of the weights, on CPUs; those with AMX multiply factors that are bfloat16 values as
-    bfloat16."""
+    """Products with a float32 copy of the weights, on CPUs."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, few: HeadProducts | None = None) -> None:
         """`few` computes the products of few rows, which are float32."""
@@ -137,9 +134,7 @@ class Float32Products:
         """See `HeadProducts`."""
         if self._few is not None and len(hidden) <= FEW_ROWS:
             return self._few(hidden.float(), additions)
-        bfloat16 = hidden.dtype == self._weight.dtype == torch.bfloat16
-        with precision.bfloat16_products() if bfloat16 else nullcontext():
-            products = self._frozen(hidden.float())
+        products = self._frozen(hidden.float())
         for addition in additions:
             addition.add_to(products, hidden)
         return products
