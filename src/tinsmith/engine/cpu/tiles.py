@@ -53,14 +53,7 @@ TILE_COLUMNS = TILE_VECTORS * LANES
 PAIR_ROWS = 8
 """Rows of the tiles of bfloat16 matrices. Of 10 or 12 rows LLVM keeps some sums in memory."""
 AMX_ROWS = 32
-"""Rows that `amx_tile` multiplies at most."""
-AMX_DEPTH = 32
-"""Numbers of the depth that AMX multiplies at once."""
-_AMX_LINES = 16
-_WORDS = ir.VectorType(BITS, _AMX_LINES)
-"""Lines of one of AMX's registers, and what each of them has: 16 pairs of bfloat16 numbers, or sums."""
-AMX_ROWS = 32
-"""Rows that `amx_tile` multiplies at most: two of AMX's tiles."""
+"""Rows that `amx_tile` multiplies at most, two registers of them."""
 AMX_DEPTH = 32
 """Numbers of the depth that AMX multiplies at once."""
 _AMX_LINES = 16
