@@ -169,8 +169,7 @@ def _token_bytes(text: PreTrainedConfig, dtype: torch.dtype) -> int:
     layers = sum(kind.endswith("attention") and kind != "linear_attention" for kind in kinds)
     if values.get("kv_lora_rank"):
         return layers * (values["kv_lora_rank"] + values["qk_rope_head_dim"]) * dtype.itemsize
-    heads = values.get("num_key_value_heads") or text.num_attention_heads
-    width = values.get("head_dim") or text.hidden_size // text.num_attention_heads
+    heads, width = support.key_heads(text)
     width = max(width, values.get("global_head_dim") or 0)
     return layers * heads * 2 * width * dtype.itemsize
 

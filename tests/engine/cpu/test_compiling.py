@@ -62,7 +62,7 @@ def test_another_process_fills_the_cache_folder(monkeypatch: pytest.MonkeyPatch,
     assert (tmp_path / "numba" / "attention-float32").exists()
 
 
-@pytest.mark.parametrize("part", ["attention", "layers"])
+@pytest.mark.parametrize("part", ["attention", "layers", "decoding-2-16"])
 def test_parts_that_are_compiled_are_read(folder: Path, part: str) -> None:
     assert not is_compiled(part, "float32")
     compile_part(part, "float32")

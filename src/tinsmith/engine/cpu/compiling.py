@@ -16,6 +16,8 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
+DECODING = "decoding"
+"""A part for queries of a key head and a width, which its name ends with."""
 COMPILE_S = 300
 """What takes longer is left to the first call."""
 
@@ -24,6 +26,12 @@ def compile_ahead(kind: str, *, panels: bool) -> threading.Thread:
     """Compile the functions for an `instructions.Kind`, of `panels` too; the thread that is returned ends when they are
     compiled. What does not compile is left to its first call, which says so."""
     return compile_parts(["attention", *["projections"] * panels], kind)
+
+
+def compile_decoding(kind: str, group: int, width: int) -> threading.Thread:
+    """Compile what a model with `group` queries of a key head of this width needs to be loaded, as `compile_ahead`
+    does."""
+    return compile_parts([f"{DECODING}-{group}-{width}"], kind)
 
 
 def compile_parts(parts: Sequence[str], kind: str) -> threading.Thread:
@@ -49,24 +57,27 @@ def is_compiled(part: str, kind: str) -> bool:
 
 def compile_part(part: str, kind: str) -> None:
     """Compile the functions of a part, or read them from the cache folder."""
-    from tinsmith.engine.cpu import decoding, logits, packed, projections
+    from tinsmith.engine.cpu import decoding, logits, loops, packed, projections
 
     of_head = "pairs" if kind == "pairs" else "float32"
     if part == "attention":
         packed.forward_function(kind)
         packed.backward_function(kind)
         logits.logits_function(of_head)
-        if kind != "bfloat16":
-            logits.backward_function(kind)
+        logits.narrow_function(of_head)
     elif part == "layers":
         decoding.layers_function(kind)
+    elif part.startswith(DECODING):
+        group, width = map(int, part.split("-")[1:])
+        decoding.attention_function(kind, group, width, width, width)
+        loops.compile_loops(kind)
     else:
         projections.forward_function(kind)
         projections.backward_function(kind)
         projections.gradient_function(kind)
-    if part == "projections" or (part == "attention" and kind == "bfloat16"):  # the part that takes less
+        logits.backward_function(kind)
+    if part == "projections" or (part == "attention" and kind == "bfloat16"):
         projections.compile_layouts(of_head)
-        logits.narrow_function(of_head)
     marker = _marker(part, kind)
     marker.parent.mkdir(parents=True, exist_ok=True)
     marker.touch()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from tinsmith.engine.cpu.primitives import compiled, exp, load, pointer, sigmoid, store, summing
+from tinsmith.engine.cpu.primitives import compiled, exp, load, numbers_of, pointer, sigmoid, store, summing
 
 
 @njit(inline="always")
@@ -238,3 +238,15 @@ def gated_norm_backward_rows(first, last, grad, inputs, gate, weight, inputs_gra
         along *= factor * factor / np.float32(columns)
         for i in range(columns):
             store(inputs_grad, start + i, (weighted[i] - load(inputs, start + i) * along) * factor)
+
+
+def compile_loops(kind: str) -> None:
+    """Compile what layers of an `instructions.Kind` with a float32 residual call."""
+    zero, wide = numbers_of(kind)[0](0), 0.0
+    norm_rows(0, 0, wide, zero, zero, wide, 0, 0.0)
+    add_norm_rows(0, 0, wide, zero, wide, zero, zero, wide, 0, 0.0)
+    for total_grads, narrow in ((wide, wide), (wide, zero), (zero, wide)):
+        norm_backward_rows(0, 0, zero, total_grads, True, zero, wide, wide, True, wide, wide, narrow, True, 0)
+    rotate_rows(0, 0, zero, zero, zero, zero, 0, 0, 0, 0, 0, 1.0)
+    silu_mul_numbers(0, 0, zero, zero, zero)
+    silu_mul_backward_numbers(0, 0, zero, zero, zero, zero, zero)

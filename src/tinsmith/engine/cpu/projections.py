@@ -179,7 +179,7 @@ def round_rows(numbers: Any, start: Any, line: Any, sums: Any, rows: Any) -> Non
         copy_row(numbers, start + row * line, sums, row * TILE_COLUMNS, np.float32(1), TILE_COLUMNS)
 
 
-@njit(error_model="numpy")
+@njit(inline="always")
 def fill_narrow(call, sites, adapter, room, narrow, stride, first, low, high, keeps):  # type: ignore[no-untyped-def]
     """Narrow of an adapter's rows low..high, in a block that begins with row `first`. There is room for A in panels."""
     pairs, slot, line = pairs_of(adapter, sites), in_blocks(adapter.rank), line_of(len(sites), adapter.rank)
@@ -199,7 +199,7 @@ def fill_narrow(call, sites, adapter, room, narrow, stride, first, low, high, ke
         keep_rows(target, (low - adapter.start) * line, line, narrow, start, stride, high - low)
 
 
-@njit(error_model="numpy")
+@njit(inline="always")
 def start_sums(call, site, sums, like, column, first, rows, matrix):  # type: ignore[no-untyped-def]
     """W x + bias in a panel's columns; the outputs that are there without weights."""
     if not site.weights:
@@ -276,7 +276,7 @@ def lay_zeros(panel: Any, first: Any, last: Any) -> None:
     fill(panel, first * TILE_COLUMNS, last * TILE_COLUMNS, np.float32(0))
 
 
-@njit(error_model="numpy")
+@njit(inline="always")
 def fill_narrow_grads(sites, adapter, panel, narrow_grads, stride, first, low, high, keeps):  # type: ignore[no-untyped-def]
     """Gradients of narrow of an adapter's rows low..high, in a block that begins with row `first`."""
     pairs, rank, start = pairs_of(adapter, sites), adapter.rank, (low - first) * stride
@@ -296,7 +296,7 @@ def fill_narrow_grads(sites, adapter, panel, narrow_grads, stride, first, low, h
         keep_rows(target, (low - adapter.start) * line, line, narrow_grads, start, stride, high - low)
 
 
-@njit(error_model="numpy")
+@njit(inline="always")
 def start_grads(call, sites, sums, like, column, first, rows, matrix):  # type: ignore[no-untyped-def]
     """W^T output grad of all sites in a panel's columns, with the gradients that are there."""
     added = call.adds
@@ -375,7 +375,7 @@ def add_transposed(target: Any, start: Any, numbers: Any, scratch: Any, rank: An
     add_row(target, start, scratch, 0, rank * TILE_COLUMNS)
 
 
-@njit(error_model="numpy")
+@njit(inline="always")
 def add_a_grads(call, sites, adapter, column, columns, narrow_grads, panel):  # type: ignore[no-untyped-def]
     """Add to some columns of the gradients of A of all sites; narrow_grads as `lay_rows` lays rows out."""
     rows, rank, line = adapter.stop - adapter.start, adapter.rank, line_of(call.sites, adapter.rank)
@@ -391,7 +391,7 @@ def add_a_grads(call, sites, adapter, column, columns, narrow_grads, panel):  # 
                                 np.float32(adapter.scale), rank, 1)  # fmt: skip
 
 
-@njit(error_model="numpy")
+@njit(inline="always")
 def add_b_grads(call, sites, adapter, number, column, columns, narrow, panel, sums, scratch):  # type: ignore[no-untyped-def]
     """Add to some rows of the gradients of B of a site; narrow as `lay_rows` lays rows out."""
     rows, rank, line = adapter.stop - adapter.start, adapter.rank, line_of(call.sites, adapter.rank)

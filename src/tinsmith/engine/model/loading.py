@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 from tinsmith.engine.base import ModelCard
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.cpu.arguments import has_loops
-from tinsmith.engine.cpu.compiling import compile_ahead
+from tinsmith.engine.cpu.compiling import compile_ahead, compile_decoding
 from tinsmith.engine.cpu.instructions import cpu_bfloat16, kind_of, panel_kind
 from tinsmith.engine.images import tower
 from tinsmith.engine.images.tower import VisionTower
@@ -68,9 +69,10 @@ def load(config: EngineConfig) -> BaseModel:
 def read(config: EngineConfig) -> LoadedModel:
     """Read a model's files. Raises ConfigError."""
     device = device_of(config.device)
-    likely, compiling = dtype_of(config.dtype, device), None  # compiling: while files are fetched, converted and read
-    if config.path != "general" and has_loops(device, likely):
-        compiling = compile_ahead(kind_of(likely), panels=panel_kind(device, likely) is not None)
+    likely, compiling = dtype_of(config.dtype, device), list[Thread]()  # while files are fetched, converted and read
+    has_compiled = config.path != "general" and has_loops(device, likely)
+    if has_compiled:
+        compiling.append(compile_ahead(kind_of(likely), panels=panel_kind(device, likely) is not None))
     located = locate(config.source)
     if not sys.stderr.isatty():  # progress bars clutter a log
         disable_progress_bar()
@@ -78,6 +80,10 @@ def read(config: EngineConfig) -> LoadedModel:
         tokenizer = AutoTokenizer.from_pretrained(located.folder)
         settings = AutoConfig.from_pretrained(located.folder)
         dtype = dtype_of(config.dtype, device, settings)
+        text = settings.get_text_config()
+        if has_compiled and {"num_attention_heads", "hidden_size"} <= text.to_dict().keys():
+            heads, width = support.key_heads(text)
+            compiling.append(compile_decoding(kind_of(dtype), text.num_attention_heads // heads, width))
         # A tower in 4-bit blocks, or one without the files of its processor, stays unused.
         processor = None if config.quantize == "4bit" else tower.processor_of(located.folder, settings)
     options = quantization.load_options(config.source, settings, config.quantize, device, dtype)
@@ -98,8 +104,8 @@ def read(config: EngineConfig) -> LoadedModel:
         vision = None
         if auto is AutoModelForImageTextToText:
             model, vision = tower.detach(model, processor)
-    if compiling is not None:
-        compiling.join()
+    for thread in compiling:
+        thread.join()
     chosen = config.model_copy(update={"dtype": precision.dtype_name(dtype)})
     checks = checks_of(chosen, Path(located.folder)) if device.type == "cpu" else None
     return LoadedModel(model, tokenizer, config.source, located.tokenizer, vision if processor else None, checks)

@@ -64,6 +64,13 @@ def original_context(config: PreTrainedConfig) -> int:
     return next(iter(longrope.original_contexts(config, context_length(config)[0])), 0)
 
 
+def key_heads(text: PreTrainedConfig) -> tuple[int, int]:
+    """Number and width of the key heads of a config with attention heads, but for latents."""
+    values = text.to_dict()
+    width = values.get("head_dim") or text.hidden_size // text.num_attention_heads
+    return values.get("num_key_value_heads") or text.num_attention_heads, width
+
+
 def check(source: str, model: PreTrainedModel) -> None:
     """Raises Unsupported for a model with unsupported features."""
     for fault in _faults(model):
