@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import cfunc, config, njit, types  # pyright: ignore[reportAttributeAccessIssue] - one comes by a star
 from numba.extending import intrinsic
 
@@ -20,9 +20,13 @@ from tinsmith.engine.config import cache_folder
 
 
 def _cache_folder() -> str:
-    """Numba notices changes of a loop's own file, and not of the files that it imports."""
+    """Numba notices changes of a loop's own file, and not of the files that it imports. Machines that share the cache
+    folder have folders of their own, since a file says what is compiled (`compiling`)."""
     files = sorted(Path(__file__).parent.glob("*.py"))
-    return str(cache_folder() / "numba" / sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16])
+    features = sorted(binding.get_host_cpu_features().items())
+    processor = binding.get_host_cpu_name(), features, config.CPU_NAME, config.CPU_FEATURES
+    digest = sha256(b"".join(file.read_bytes() for file in files) + repr(processor).encode())
+    return str(cache_folder() / "numba" / digest.hexdigest()[:16])
 
 
 config.CACHE_DIR = config.CACHE_DIR or _cache_folder()  # $NUMBA_CACHE_DIR goes first
