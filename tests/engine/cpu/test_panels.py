@@ -23,18 +23,18 @@ DEPTHS = [8, 32, 40, 64, 264]
 
 @njit(error_model="numpy")
 def by_rows(outputs, left, first, left_line, right, depth, factor, rows, adds):  # type: ignore[no-untyped-def]
-    set_up_amx()
+    set_up_amx(np.uint16)
     multiply(data_of(outputs), 0, TILE_COLUMNS, data_of(left), first, left_line, data_of(right), 0, depth, factor, rows,
              adds)  # fmt: skip
-    release_amx()
+    release_amx(np.uint16)
 
 
 @njit(error_model="numpy")
 def by_columns(outputs, left, first, left_line, right, start, right_line, depth, factor, rows):  # type: ignore[no-untyped-def]
-    set_up_amx()
+    set_up_amx(np.uint16)
     multiply_transposed(data_of(outputs), 0, TILE_COLUMNS, data_of(left), first, left_line, data_of(right), start,
                         right_line, depth, factor, rows, 0)  # fmt: skip
-    release_amx()
+    release_amx(np.uint16)
 
 
 def bfloat16(rng: np.random.Generator, *shape: int) -> Any:

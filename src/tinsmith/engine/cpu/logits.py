@@ -72,11 +72,11 @@ def multiply_span(
 @cache
 def logits_function(kind: str) -> Any:
     """A C function of a pointer to a PRODUCT, which lives as long as this object: fills the logits."""
-    number, _ = numbers_of(kind)
+    number, dtype = numbers_of(kind)
 
     @c_function
     def fill_logits(argument):
-        set_up_amx()
+        set_up_amx(dtype)
         product = carray(argument, 1, PRODUCT)[0]
         rows, words, hidden = product.rows, product.words, pointer(number(product.hidden))
         logits = pointer(np.float64(product.logits))
@@ -98,7 +98,7 @@ def logits_function(kind: str) -> Any:
                         copy_row(logits, first + row * words, data_of(rest), row * TILE_COLUMNS, np.float32(1),
                                  words - first)  # fmt: skip
             start = atomic_next(argument) * PART_PANELS
-        release_amx()
+        release_amx(dtype)
 
     return fill_logits
 
@@ -162,7 +162,7 @@ def backward_function(kind: str) -> Any:
 
     @c_function
     def multiply_back(argument):
-        set_up_amx()
+        set_up_amx(dtype)
         call = carray(argument, 1, BACKWARD)[0]
         rows, width, words = call.rows, call.width, call.words
         grads, weights = pointer(number(call.logit_grads)), pointer(number(call.weights))
@@ -180,6 +180,6 @@ def backward_function(kind: str) -> Any:
                     multiply(sums, own + column, width, grads, first, words, data_of(panel), 0, depth, np.float32(1),
                              rows, 1)  # fmt: skip
             part = atomic_next(argument)
-        release_amx()
+        release_amx(dtype)
 
     return multiply_back

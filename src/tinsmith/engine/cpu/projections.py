@@ -221,7 +221,7 @@ def forward_function(kind: str) -> Any:
 
     @c_function
     def fill_outputs(argument):
-        set_up_amx()
+        set_up_amx(dtype)
         call = carray(argument, 1, CALL)[0]
         sites = carray(void_pointer(call.site_table), call.sites, SITE)
         adapters = carray(void_pointer(call.adapter_table), call.adapters, ADAPTER)
@@ -265,7 +265,7 @@ def forward_function(kind: str) -> Any:
                            site.output_line, data_of(sums), last - first)  # fmt: skip
                 column += TILE_COLUMNS
             part = atomic_next(argument)
-        release_amx()
+        release_amx(dtype)
 
     return fill_outputs
 
@@ -320,7 +320,7 @@ def backward_function(kind: str) -> Any:
 
     @c_function
     def fill_input_grads(argument):
-        set_up_amx()
+        set_up_amx(dtype)
         call = carray(argument, 1, CALL)[0]
         sites = carray(void_pointer(call.site_table), call.sites, SITE)
         adapters = carray(void_pointer(call.adapter_table), call.adapters, ADAPTER)
@@ -360,7 +360,7 @@ def backward_function(kind: str) -> Any:
                 round_rows(pointer_like(data_of(a_panel), call.inputs), first * call.input_line + column,
                            call.input_line, data_of(sums), last - first)  # fmt: skip
             part = atomic_next(argument)
-        release_amx()
+        release_amx(dtype)
 
     return fill_input_grads
 
@@ -420,7 +420,7 @@ def gradient_function(kind: str) -> Any:
 
     @c_function
     def add_gradients(argument):
-        set_up_amx()
+        set_up_amx(dtype)
         call, part, before = carray(argument, 1, CALL)[0], atomic_next(argument), 0
         sites, of_inputs = carray(void_pointer(call.site_table), call.sites, SITE), parts_of(call.width)
         parts = of_inputs
@@ -455,7 +455,7 @@ def gradient_function(kind: str) -> Any:
                                     data_of(sums), data_of(scratch))  # fmt: skip
                     part = atomic_next(argument)
             before = end
-        release_amx()
+        release_amx(dtype)
 
     return add_gradients
 

@@ -269,11 +269,12 @@ def _read_columns_by_amx(builder: Any, register: int, numbers: Any, at: Any, str
 
 
 @intrinsic
-def set_up_amx(context: Any) -> Any:
-    """Let this thread use AMX's registers, until `release_amx`; nothing without AMX."""
+def set_up_amx(context: Any, factors: Any) -> Any:
+    """Let this thread multiply factors of a NumPy type by AMX, until `release_amx`: bfloat16 ones, where there is AMX.
+    For others nothing is done: Linux ends a process that uses AMX before `instructions.has_pair_products` says so."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if HAS_AMX:
+        if HAS_AMX and factors.dtype == types.uint16:
             byte = ir.IntType(8)
             sizes = b"".join(size.to_bytes(2, "little") for size in [4 * _AMX_LINES] * 8)  # bytes of a line
             layout = bytes([1, *[0] * 15]) + sizes + bytes(16) + bytes([_AMX_LINES] * 8) + bytes(8)
@@ -283,19 +284,19 @@ def set_up_amx(context: Any) -> Any:
             _amx(builder, "ldtilecfg", table)
         return context.get_dummy_value()
 
-    return types.void(), generate
+    return types.void(factors), generate
 
 
 @intrinsic
-def release_amx(context: Any) -> Any:
+def release_amx(context: Any, factors: Any) -> Any:
     """The end of what `set_up_amx` begins."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if HAS_AMX:
+        if HAS_AMX and factors.dtype == types.uint16:
             _amx(builder, "tilerelease")
         return context.get_dummy_value()
 
-    return types.void(), generate
+    return types.void(factors), generate
 
 
 def _amx(builder: Any, name: str, *arguments: Any) -> None:
