@@ -17,7 +17,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 DECODING = "decoding"
-"""A part for queries of a key head and a width, which its name ends with."""
+"""How the name of the part for decoding begins; the query heads of a key head and their width follow."""
 COMPILE_S = 300
 """What takes longer is left to the first call."""
 
@@ -29,8 +29,8 @@ def compile_ahead(kind: str, *, panels: bool) -> threading.Thread:
 
 
 def compile_decoding(kind: str, group: int, width: int) -> threading.Thread:
-    """Compile what a model with `group` queries of a key head of this width needs to be loaded, as `compile_ahead`
-    does."""
+    """Compile what loading a model calls that has `group` query heads of this width for each key head, as
+    `compile_ahead` does."""
     return compile_parts([f"{DECODING}-{group}-{width}"], kind)
 
 
@@ -65,6 +65,8 @@ def compile_part(part: str, kind: str) -> None:
         packed.backward_function(kind)
         logits.logits_function(of_head)
         logits.narrow_function(of_head)
+        if kind == "bfloat16":  # has no part of projections
+            projections.compile_layouts(of_head)
     elif part == "layers":
         decoding.layers_function(kind)
     elif part.startswith(DECODING):
@@ -75,9 +77,8 @@ def compile_part(part: str, kind: str) -> None:
         projections.forward_function(kind)
         projections.backward_function(kind)
         projections.gradient_function(kind)
-        logits.backward_function(kind)
-    if part == "projections" or (part == "attention" and kind == "bfloat16"):
         projections.compile_layouts(of_head)
+        logits.backward_function(kind)
     marker = _marker(part, kind)
     marker.parent.mkdir(parents=True, exist_ok=True)
     marker.touch()

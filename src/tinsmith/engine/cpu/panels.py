@@ -332,25 +332,20 @@ def _multiply_by_amx(
                         adds or done)  # fmt: skip
 
 
-@njit(error_model="numpy")
-def _multiply_rows_by_amx(
-    outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, factor, rows, adds
-):  # type: ignore[no-untyped-def]
-    _multiply_by_amx(outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, factor,
-                     rows, adds, 1)  # fmt: skip
+def _by_amx(by_rows: int) -> Any:
+    """`_multiply_by_amx` as a function of its own."""
+
+    @njit(error_model="numpy")
+    def multiply_by_amx(
+        outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, factor, rows, adds
+    ):  # type: ignore[no-untyped-def]
+        _multiply_by_amx(outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth,
+                         factor, rows, adds, by_rows)  # fmt: skip
+
+    return multiply_by_amx
 
 
-@njit(error_model="numpy")
-def _multiply_columns_by_amx(
-    outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, factor, rows, adds
-):  # type: ignore[no-untyped-def]
-    _multiply_by_amx(outputs, place, line, left, first, left_line, left_step, right, start, right_line, depth, factor,
-                     rows, adds, 0)  # fmt: skip
-
-
-_multiply_rows, _multiply_columns = (
-    (_multiply_rows_by_amx, _multiply_columns_by_amx) if HAS_AMX else (_multiply_pairs, _multiply_pairs)
-)
+_multiply_rows, _multiply_columns = (_by_amx(1), _by_amx(0)) if HAS_AMX else (_multiply_pairs, _multiply_pairs)
 
 
 @njit(error_model="numpy")
