@@ -345,12 +345,13 @@ class RunningBatch:
         return {job: prompts[job] for job in jobs if job in prompts}
 
     def _add(self, jobs: list[SampleJob], prompts: list[PrefilledPrompt]) -> None:
-        """Add the unfinished sequences of prefilled jobs to the batch, each with a cache row, and cache the prompts."""
+        """Add the unfinished sequences of prefilled jobs to the batch, each with a cache row. Prompts are cached, also
+        those of which one token is sampled."""
         groups = [[sequence for sequence in job.sequences if sequence.stop_reason is None] for job in jobs]
         for job, prompt, sequences in zip(jobs, prompts, groups, strict=True):
             if job.request.routed_experts:
                 job.prompt_routed_experts = prompt.routed_experts()
-            if sequences:
+            if sequences or not prompt_logprobs.needs_logits(job.request):  # a text that is scored is not continued
                 self._cache_tokens(job, job.prompt_ids, prompt.copy_from, prompt.state, job.prompt_routed_experts)
                 self.prefix_cache.add_last_hidden(job.scope, job.prompt_ids, prompt.last_hidden)
             self.sequences.extend(sequences)
@@ -382,8 +383,9 @@ class RunningBatch:
                     if isinstance(sequence.row, PagedRow):
                         in_pages[key] = sequence.row
                     cache.start_state(sequence.row, prompt.state)
-                whole = self.prefix_cache.match_prompt(job.scope, job.prompt_ids)
-                self.prefix_cache.evict_first(whole or PrefixMatch())
+                if sequences:
+                    whole = self.prefix_cache.match_prompt(job.scope, job.prompt_ids)
+                    self.prefix_cache.evict_first(whole or PrefixMatch())
         finally:
             for row in shared.values():
                 if not row.readers:  # an error came before the first reader, and only the last reader frees the row

@@ -73,6 +73,23 @@ def test_prompt_of_a_running_request_is_cached(engine: Any, wait: Any, cache_sco
     assert wait(late()).prompt_cache_hit_tokens == len(PROMPT)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompt_of_one_token_is_cached(kind: str, engine_of: Any, wait: Any, cache_scope: str):
+    """As of a judge whose questions begin with the same rules. A text that is scored is not."""
+    engine = engine_of(kind)
+    question, text = ((*PROMPT, end) for end in (5, 6))
+
+    def hits(prompt: tuple[int, ...], **about: Any) -> int:
+        request = sample_request(prompt, max_tokens=1, cache_scope=cache_scope, **about)
+        return int(wait(engine.sample(request)).prompt_cache_hit_tokens)
+
+    assert hits(text, prompt_logprobs=True) == 0
+    assert hits(question) == 0
+    assert hits(question) == len(question)
+    assert hits((*question, 7)) == len(question)
+    assert hits(text) == len(PROMPT)
+
+
 def test_scopes_and_versions_share_no_prefixes(engine: Any, pair: Any, wait: Any, cache_scope: str):
     _, model_id, _ = pair()
     wait(engine.capture(model_id, f"{model_id}-v"))
