@@ -22,10 +22,9 @@ free."""
 IDLE_SECONDS = 60.0
 """The heap is trimmed this long after the last pass."""
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-MAX_HEAP_CHUNK, NEVER_TRIM = 1 << 25, (1 << 31) - 1
-"""Allocations up to this size come from the heap, whose free end glibc never returns by itself. glibc accepts no larger
-values."""
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+NEVER_TRIM = (1 << 31) - 1
+"""glibc accepts no larger value: it never returns the free end of the heap by itself."""
 
 
 class _Heap(ctypes.Structure):
@@ -54,7 +53,7 @@ class HeapTrimmer:
         """Free bytes after the first pass since the last trim."""
         self._idle: asyncio.TimerHandle | None = None
         if library is not None and self._malloc_trim is not None:
-            library.mallopt(_M_MMAP_THRESHOLD, MAX_HEAP_CHUNK)
+            library.mallopt(_M_MMAP_MAX, 0)  # the largest tensors come from the heap too, as do logits of 39 MB a step
             library.mallopt(_M_TRIM_THRESHOLD, NEVER_TRIM)
             library.mallopt(_M_ARENA_MAX, 1)  # what one thread frees, the next pass of another takes
 
