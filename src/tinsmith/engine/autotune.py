@@ -42,7 +42,7 @@ from tinsmith.errors import ConfigError
 log = logging.getLogger(__name__)
 
 REORDER_MEMORY_SHARE = 4
-"""Reordered weights may take one part in this many of the free memory."""
+"""A second layout of the weights may take one part in this many of the free memory."""
 
 ACTIVATION_MEMORY_SHARE = 4
 """A micro-batch's activations may take one part in this many of the free memory. Rows of twice its tokens run without
@@ -66,8 +66,8 @@ MEASURED_TOKENS = 64
 
 
 def reorder_weights(base: BaseModel, free: int) -> None:
-    """On a CPU, lay the matrices of an adapted base out for its products if the copies are a small part of the `free`
-    bytes: for compiled functions, or bfloat16 ones for PyTorch's."""
+    """On a CPU, lay the matrices of an adapted base out for its products, for compiled functions or for PyTorch's, if
+    they fit in the `free` bytes."""
     every = (module.frozen for module in base.model.modules() if isinstance(module, linear.LoraLinear))
     matrices = [matrix for matrix in every if isinstance(matrix, matmul.FrozenLinear)]
     if compiled_adapters.work_on(base.device, base.dtype):
@@ -81,17 +81,25 @@ def reorder_weights(base: BaseModel, free: int) -> None:
 
 
 def _lay_out(base: BaseModel, matrices: Sequence[matmul.FrozenLinear], free: int) -> bool:
-    """Lay matrices out for compiled functions, those of experts too. Each has two layouts, which take no more than the
-    matrix if it is float32 and two bytes represent each weight. Returns whether there is memory for it."""
+    """Lay matrices out for compiled functions, those of experts too, in place of what they are. Returns whether there
+    is memory for it: weights of a mapped file take none.
+
+    Where a second layout is a small part of the memory that is then free, gradients of inputs have it; elsewhere each
+    makes it again of the first.
+    """
     stacks = [stack_of(module) for module in base.model.modules() if is_expert_stack(module)]
     weights = sum(matrix.shape.numel() for matrix in matrices) + sum(stack.weight_count for stack in stacks)
     is_half = base.dtype == torch.float32 and any(matrix.is_half for matrix in matrices[:1])
-    if not is_half and base.dtype.itemsize * weights * REORDER_MEMORY_SHARE > free:
+    size = weights * (2 if is_half else base.dtype.itemsize)
+    if is_half:
+        free += 2 * size  # float32 weights are no part of a mapped file, and two bytes take their place
+    if size > free:
         return False
+    backward = size * REORDER_MEMORY_SHARE <= free
     for matrix in matrices:
-        matrix.lay_out()
+        matrix.lay_out(backward=backward)
     for stack in stacks:
-        stack.lay_out()
+        stack.lay_out(backward=backward)
     return True
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.cpu.processor import each_dtype, needs_panels
+from tests.engine.cpu.processor import each_dtype, needs_pairs, needs_panels
 from tinsmith.engine import autotune
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.cpu import panels
+from tinsmith.engine.cpu.panels import AS_FACTORS
 from tinsmith.engine.lora import compiled_adapters, compiled_projections, linear, matmul
 from tinsmith.engine.lora.matmul import FrozenLinear
 from tinsmith.engine.model import loading
@@ -69,7 +69,7 @@ def test_float32_matrix_is_kept_as_its_weights_allow(dtype: torch.dtype) -> None
     assert frozen.panels is not None
     assert {frozen.panels.forward.dtype, frozen.panels.backward.dtype} == {dtype}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled_projections, "_storages", lambda dtype: [(dtype, panels.AS_FACTORS)])
+        patch.setattr(compiled_projections, "_storages", lambda dtype: [(dtype, AS_FACTORS)])
         whole.lay_out()
     assert whole.panels.forward.dtype == torch.float32
     for rows in (1, 3, 30):
@@ -101,24 +101,48 @@ def test_matrices_are_laid_out_in_panels(dtype: torch.dtype, tiny_llama: Path) -
 
 
 @each_dtype
-def test_matrices_are_laid_out_if_memory_allows(dtype: torch.dtype, tiny_llama: Path) -> None:
-    """Each has two layouts in place of one; float32 ones of two bytes a weight take no more than before."""
+@pytest.mark.parametrize("half", [False, True])
+def test_matrices_are_laid_out_as_memory_allows(dtype: torch.dtype, half: bool, tiny_llama: Path) -> None:
+    """Once if they fit, and a second time if that is a small part of the memory. Float32 ones of two bytes a weight
+    leave half of theirs free."""
 
-    def laid_out(free: int, *, half: bool) -> bool:
+    def layouts(free: float) -> set[int]:
         base = loading.load(EngineConfig(source=str(tiny_llama), dtype=dtype_name(dtype), device="cpu"))
         linear.adapt(base)
         matrices = [module.frozen for module in base.model.modules() if isinstance(module, linear.LoraLinear)]
-        for matrix in matrices:
-            if half:
+        if half:
+            for matrix in matrices:
                 matrix.tensors()[0].copy_(matrix.tensors()[0].bfloat16())
         fitting = [matrix for matrix in matrices if not any(size % 32 for size in matrix.shape)]
-        size = sum(matrix.shape.numel() * matrix.dtype.itemsize for matrix in fitting)
-        autotune.reorder_weights(base, autotune.REORDER_MEMORY_SHARE * size + free)
-        return all(matrix.panels is not None for matrix in fitting)
+        size = sum(matrix.shape.numel() * (2 if half else dtype.itemsize) for matrix in fitting)
+        autotune.reorder_weights(base, round(free * size))
+        panels = [matrix.panels for matrix in fitting]
+        return {0 if own is None else 1 if own.backward is None else 2 for own in panels}
 
-    assert laid_out(0, half=False)
-    assert not laid_out(-1, half=False)
-    assert laid_out(-1, half=True) == (dtype == torch.float32)
+    freed = 2 if half and dtype == torch.float32 else 0
+    assert layouts(autotune.REORDER_MEMORY_SHARE - freed) == {2}
+    assert layouts(autotune.REORDER_MEMORY_SHARE - freed - 0.001) == {1}
+    assert layouts(1 - freed) == {1}
+    assert layouts(1 - freed - 0.001) == {0}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "represented"),
+    [
+        pytest.param(torch.bfloat16, torch.bfloat16, marks=needs_pairs),
+        pytest.param(torch.float32, torch.bfloat16, marks=needs_panels),
+        pytest.param(torch.float32, torch.float16, marks=needs_panels),
+        pytest.param(torch.float32, torch.float32, marks=needs_panels),
+    ],
+)
+def test_one_layout_computes_what_two_do(dtype: torch.dtype, represented: torch.dtype) -> None:
+    """The second, made of the first at each gradient of inputs, has the very numbers of one that is kept."""
+    weights = torch.randn(3, 96, 160, generator=torch.Generator().manual_seed(0)).to(represented).to(dtype)
+    two_layouts = compiled_projections.Panels.of_experts(weights)
+    panels = compiled_projections.Panels.of_experts(weights, backward=False)
+    assert panels.backward is None
+    assert panels.forward.dtype == represented
+    assert torch.equal(panels.transposed().view(torch.int16), two_layouts.transposed().view(torch.int16))
 
 
 def test_weights_are_reordered_if_memory_allows(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):

@@ -42,7 +42,16 @@ from tinsmith.engine.cpu.primitives import (
     void_pointer,
 )
 from tinsmith.engine.cpu.rows import add_row, copy_row, fill
-from tinsmith.engine.cpu.tiles import TILE_COLUMNS, data_of, pack_line, release_amx, set_up_amx, transpose_rows
+from tinsmith.engine.cpu.tiles import (
+    TILE_COLUMNS,
+    data_of,
+    pack_line,
+    release_amx,
+    set_up_amx,
+    transpose_rows,
+    widen_line,
+)
+from tinsmith.engine.cpu.vectors import LANES
 
 CALL = np.dtype(
     [
@@ -484,6 +493,60 @@ def pack(panels, numbers, count, storage):
         else:
             lost |= pack_line(half_pointer(panels), place, pointer(numbers), place)
     return lost
+
+
+@compiled
+def transpose_floats(target, source, depth, columns):
+    """The panels of a float32 matrix [depth, columns] as panels of the transposed one."""
+    for column in range(0, columns, TILE_COLUMNS):
+        for k in range(0, depth, TILE_COLUMNS):
+            transpose_block(pointer(target), k * columns + column * TILE_COLUMNS, pointer(source),
+                            column * depth + k * TILE_COLUMNS)  # fmt: skip
+
+
+@compiled
+def transpose_halves(target, source, depth, columns, storage):
+    """The same of panels of two bytes a number (`pack`)."""
+    room = np.empty(2 * TILE_COLUMNS * TILE_COLUMNS, np.float32)
+    for column in range(0, columns, TILE_COLUMNS):
+        for k in range(0, depth, TILE_COLUMNS):
+            start, place = column * depth + k * TILE_COLUMNS, k * columns + column * TILE_COLUMNS
+            for line in range(0, TILE_COLUMNS * TILE_COLUMNS, TILE_COLUMNS):
+                if storage == BFLOAT16:
+                    widen_line(data_of(room), line, pointer(source), start + line)
+                else:
+                    widen_line(data_of(room), line, half_pointer(source), start + line)
+            transpose_block(data_of(room), TILE_COLUMNS * TILE_COLUMNS, data_of(room), 0)
+            for line in range(0, TILE_COLUMNS * TILE_COLUMNS, TILE_COLUMNS):
+                own = TILE_COLUMNS * TILE_COLUMNS + line
+                if storage == BFLOAT16:
+                    pack_line(pointer(target), place + line, data_of(room), own)
+                else:
+                    pack_line(half_pointer(target), place + line, data_of(room), own)
+
+
+@compiled
+def transpose_pairs(target, source, depth, columns):
+    """The same of panels of bfloat16 pairs, which are a vector's words: transposed, they are the rows of a block."""
+    room = np.empty(TILE_COLUMNS * TILE_COLUMNS, np.uint16)
+    rows = pointer(np.float64(room.ctypes.data))
+    for column in range(0, columns, TILE_COLUMNS):
+        for k in range(0, depth, TILE_COLUMNS):
+            start = (column * depth + k * TILE_COLUMNS) // 2
+            for own in range(0, TILE_COLUMNS, LANES):
+                transpose_rows(rows, own * LANES, LANES, pointer(np.float64(source)), start + own, TILE_COLUMNS, LANES,
+                               LANES)  # fmt: skip
+            lay_rows(pointer(target), k * columns + column * TILE_COLUMNS, TILE_COLUMNS, data_of(room), 0,
+                     TILE_COLUMNS, TILE_COLUMNS, TILE_COLUMNS)  # fmt: skip
+
+
+@njit(inline="always")
+def transpose_block(target: Any, place: Any, source: Any, start: Any) -> None:
+    """Write float32 [TILE_COLUMNS, TILE_COLUMNS], transposed."""
+    for row in range(0, TILE_COLUMNS, LANES):
+        for column in range(0, TILE_COLUMNS, LANES):
+            transpose_rows(target, place + column * TILE_COLUMNS + row, TILE_COLUMNS, source,
+                           start + row * TILE_COLUMNS + column, TILE_COLUMNS, LANES, LANES)  # fmt: skip
 
 
 def compile_layouts(kind: str) -> None:

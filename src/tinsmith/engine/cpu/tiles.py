@@ -377,6 +377,23 @@ def pack_line(context: Any, outputs: Any, place: Any, numbers: Any, start: Any) 
     return types.uint32(outputs, types.int64, numbers, types.int64), generate
 
 
+@intrinsic
+def widen_line(context: Any, outputs: Any, place: Any, numbers: Any, start: Any) -> Any:
+    """Write TILE_COLUMNS float32 of what `pack_line` has written."""
+    is_float16 = numbers.dtype == types.int16
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        outputs, place, numbers, start = arguments
+        places = [INT64(LANES * v) for v in range(TILE_VECTORS)]
+        halves = (halves_at(builder, numbers, builder.add(start, at)) for at in places)
+        vectors = [*halves] if is_float16 else words_at(builder, numbers, start)
+        for at, vector in zip(places, vectors, strict=True):
+            write(builder, outputs, builder.add(place, at), vector)
+        return context.get_dummy_value()
+
+    return types.void(outputs, types.int64, numbers, types.int64), generate
+
+
 @of_constants
 def pair_rows(context: Any, outputs: Any, place: Any, numbers: Any, start: Any, stride: Any, columns: Any) -> Any:
     """outputs[place + 2 c + k] = numbers[start + k stride + c] of two rows k of bfloat16 numbers, 16 or 8 columns c."""

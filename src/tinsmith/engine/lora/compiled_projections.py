@@ -46,7 +46,7 @@ class Panels:
     forward: Tensor
     """W^T in panels."""
     backward: Tensor | None
-    """W in panels."""
+    """W in panels; None where each gradient of inputs has them laid out again, or none is computed."""
     bias: Tensor | None
 
     @classmethod
@@ -64,6 +64,20 @@ class Panels:
         for panels, row in zip(() if back is None else back, rows, strict=False):
             _lay_out(panels, row, storage, transposed=True)
         return cls((out, width), weights.dtype, storage, forward, back, None if bias is None else bias.contiguous())
+
+    def transposed(self) -> Tensor:
+        """W in panels."""
+        if self.backward is not None:
+            return self.backward
+        backward, (out, width), functions = torch.empty_like(self.forward), self.shape, projections()
+        for target, source in zip(backward, self.forward, strict=True):
+            if self.storage:
+                functions.transpose_halves(target.data_ptr(), source.data_ptr(), width, out, self.storage)
+            elif self.dtype == torch.float32:
+                functions.transpose_floats(address(target), address(source), width, out)
+            else:
+                functions.transpose_pairs(address(target), address(source), width, out)
+        return backward
 
 
 def _storages(dtype: torch.dtype) -> list[tuple[torch.dtype, int]]:
@@ -220,7 +234,7 @@ class ProjectionCall:
 
     def fill_input_grads(self, narrow_grads: Tensor | None = None, *, adds: bool) -> None:
         """Fill the gradients of the inputs, or add to them; and fill those of narrow."""
-        weights = None if self.panels is None else [each.backward for each in self.panels if each.backward is not None]
+        weights = None if self.panels is None else [each.transposed() for each in self.panels]
         depth = sum([tensor.shape[1] for tensor in self.wide])
         adapters = None if self.tables is None else self.tables.with_parts(narrow_grads=narrow_grads)
         call, threads = self._prepared(weights, depth, self.inputs.shape[1], adapters, adds=adds)

@@ -2,7 +2,7 @@
 
 PyTorch reorders the matrix at every call. With the matrix reordered beforehand, a product of 8 rows takes 0.55 of the
 time in bfloat16, one of 64 rows 0.8 and one of 1,024 rows 0.96 (benchmarks/NOTES.md). The backward needs the transposed
-matrix, so there are two layouts; `autotune` leaves matrices as they are where memory is short.
+matrix: oneDNN's layout of it, or panels that are kept or made again each time, as `autotune` chooses by the memory.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ class FrozenLinear:
         assert not self.reordered
         return self._weight, self._bias
 
-    def lay_out(self) -> None:
-        """Lay the matrix out for compiled functions, whose widths it has (`fit`)."""
+    def lay_out(self, *, backward: bool = True) -> None:
+        """Lay the matrix out for compiled functions, whose widths it has (`fit`); for gradients of inputs too, if
+        `backward`."""
         if not self.reordered:
-            self.reordered, self.panels = True, Panels.of(self._weight, self._bias)
+            self.reordered, self.panels = True, Panels.of(self._weight, self._bias, backward=backward)
             self._weight = self.panels.forward  # frees the plain matrix
 
     def reorder(self, *, backward: bool = True) -> FrozenLinear:

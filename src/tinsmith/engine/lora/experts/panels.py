@@ -20,11 +20,13 @@ class ExpertPanels:
     down: tuple[Panels]
 
     @classmethod
-    def of(cls, up: Sequence[Tensor], down: Tensor) -> ExpertPanels | None:
-        """Of weights [E, in, out] by site; None for widths that compiled functions do not multiply."""
+    def of(cls, up: Sequence[Tensor], down: Tensor, *, backward: bool = True) -> ExpertPanels | None:
+        """Of weights [E, in, out] by site, as `Panels.of_experts`; None for widths that compiled functions do not
+        multiply."""
         if not fit((*(size for weights in up for size in weights.shape[1:]), *down.shape[1:])):
             return None
-        return cls(tuple(Panels.of_experts(weights.mT) for weights in up), (Panels.of_experts(down.mT),))
+        wide = tuple(Panels.of_experts(weights.mT, backward=backward) for weights in up)
+        return cls(wide, (Panels.of_experts(down.mT, backward=backward),))
 
 
 def fill_products(

@@ -38,12 +38,12 @@ class ExpertStack:
         self.panels: ExpertPanels | None = None
         """The matrices as compiled functions read them, in place of the module's own."""
 
-    def lay_out(self) -> None:
+    def lay_out(self, *, backward: bool = True) -> None:
         """Lay the matrices out for compiled functions, if these multiply experts of this dtype and such widths, without
-        biases."""
+        biases; for gradients of inputs too, if `backward`."""
         if self.biased or self._up.ndim != 3 or panel_kind(self._up.device, self._up.dtype) is None:
             return
-        self.panels = ExpertPanels.of(self.up_views(self.up_weights), self.down_weights)
+        self.panels = ExpertPanels.of(self.up_views(self.up_weights), self.down_weights, backward=backward)
         if self.panels is not None:
             for parameter in (self._up, self.module.down_proj):  # keep their shapes alone
                 parameter.data = torch.full((1,), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(
