@@ -21,6 +21,7 @@ from pathlib import Path
 from benchmarks import table
 from benchmarks.apart import run_apart
 from benchmarks.comparison import Line, Setting
+from benchmarks.instructions import LIMITS
 
 PARTS = {
     "training": "benchmarks.parts.training",
@@ -86,9 +87,17 @@ def _arguments() -> argparse.Namespace:
         default="auto",
         help="dtype of the base model on both sides; auto: the one that the engine takes on this machine",
     )
+    parser.add_argument(
+        "--instructions",
+        choices=list(LIMITS),
+        help="both sides use these alone, of all that the processor has; avx2 needs --dtype float32",
+    )
     parser.add_argument("--name", help="of the files in benchmarks/results: speed, or speed-DTYPE")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.instructions and arguments.dtype != "float32":
+        parser.error("--instructions avx2 measures float32, which the engine takes there: add --dtype float32")
+    return arguments
 
 
 def _dtype(arguments: argparse.Namespace) -> str:
@@ -107,7 +116,11 @@ def _apart(part: str, arguments: argparse.Namespace) -> list[Line] | None:
     """One part in a child process; None if it failed or did not end in time."""
     command = [sys.executable, "-m", "benchmarks.speed", "--only", part, "--dtype", arguments.dtype]
     command += ["--model", arguments.model, "--threads", str(arguments.threads), "--turns", str(arguments.turns)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
+    environment = {
+        **os.environ,
+        **LIMITS.get(arguments.instructions, {}),
+        "OMP_NUM_THREADS": str(arguments.threads),
+    }
     ending = run_apart(lambda file: [*command, "--into", str(file)], PART_S, environment=environment)
     if ending.result is None or ending.error:
         print(f"{part}: {ending.error}", file=sys.stderr, flush=True)
@@ -132,7 +145,8 @@ def _measure(arguments: argparse.Namespace) -> None:
 
 
 def _machine(arguments: argparse.Namespace) -> str:
-    return f"{arguments.model}, {arguments.dtype}, {arguments.threads} threads, {table.machine()}"
+    limit = f", limited to {arguments.instructions.upper()}" if arguments.instructions else ""
+    return f"{arguments.model}, {arguments.dtype}, {arguments.threads} threads, {table.machine()}{limit}"
 
 
 if __name__ == "__main__":

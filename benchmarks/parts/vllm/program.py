@@ -16,6 +16,8 @@ def main() -> None:
     """Loads, then answers until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
+        _limit_to_avx2()
     from vllm import LLM, SamplingParams, TokensPrompt  # type: ignore[import-not-found]
     from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
 
@@ -44,6 +46,14 @@ def main() -> None:
         prompts = [TokensPrompt(prompt_token_ids=ids) for ids in request["prompts"]]
         results = llm.generate(prompts, fixed, use_tqdm=False, lora_request=lora)
         print("done", sum(len(output.token_ids) for result in results for output in result.outputs), file=answers)
+
+
+def _limit_to_avx2() -> None:
+    """vLLM chooses its library by the processor's instructions, and not by what PyTorch is limited to."""
+    import torch.cpu
+
+    for name in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        setattr(torch.cpu, name, lambda: False)
 
 
 if __name__ == "__main__":
