@@ -119,8 +119,9 @@ class EngineOptions(DeviceOptions):
     these are not computed in pieces: on GPUs, with recurrent layers, and with experts."""
 
     cache_tokens: CacheTokens = "auto"
-    """Capacity of the sampler's KV cache in tokens; requests that do not fit wait. `auto` is 32,768 on a CPU and, on a
-    GPU, what the memory plan leaves it (`tinsmith serve --plan`)."""
+    """Capacity of the sampler's KV cache in tokens; requests that do not fit wait. `auto` is 32,768 on a CPU, or what
+    a quarter of the free memory holds if that is less, and on a GPU what the memory plan leaves it (`tinsmith serve
+    --plan`)."""
 
     engine_timeout_s: float = Field(default=120.0, ge=2)
     """Seconds without progress, while requests run, after which an engine is killed and started again. Progress is each

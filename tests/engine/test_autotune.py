@@ -19,6 +19,8 @@ from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.cpu.instructions import cpu_bfloat16
 from tinsmith.engine.model import footprint, loading
 from tinsmith.engine.model.memory import free_bytes, total_bytes
+from tinsmith.engine.sampling.kv_cache import cache_shape
+from tinsmith.engine_options import CPU_CACHE_TOKENS
 from tinsmith.errors import ConfigError
 from tinsmith.settings import build
 
@@ -38,6 +40,23 @@ GB = 10**9
 def test_tokens_that_fit_use_a_quarter_of_free_memory(free: int, each: float, most: int, tokens: int):
     assert autotune.tokens_that_fit(free, each, most) == tokens
     assert tokens == autotune.MIN_PASS_TOKENS or tokens * each <= free / 4
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_cache_takes_a_quarter_of_free_memory_at_most(kind: str, engine_of: Any, monkeypatch: pytest.MonkeyPatch):
+    base = engine_of(kind).trainer._base
+    each = cache_shape(base).token_bytes
+
+    def tokens(free: int, **options: Any) -> int:
+        monkeypatch.setattr(autotune, "free_bytes", lambda: free)
+        return autotune.resolve_cache_tokens(EngineConfig(source="tiny", **options), base, None)
+
+    assert tokens(4 * each * 5000) == 5000
+    assert tokens(4 * each * 5000 - 1) == 4999
+    assert tokens(1 << 50) == CPU_CACHE_TOKENS
+    assert tokens(0) == autotune.MIN_CACHE_TOKENS
+    assert tokens(0, cache_tokens=7) == 7
+    assert tokens(0, deterministic=True) == CPU_CACHE_TOKENS  # nothing may depend on the memory that happens to be free
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

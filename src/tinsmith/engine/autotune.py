@@ -36,17 +36,20 @@ from tinsmith.engine.model import flex_attention, loading, packing, self_check
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.memory import free_bytes
 from tinsmith.engine.model.support import is_expert_stack
-from tinsmith.engine_options import CPU_CACHE_TOKENS, CacheTokens, PassTokens
+from tinsmith.engine_options import CPU_CACHE_TOKENS, PassTokens
 from tinsmith.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 REORDER_MEMORY_SHARE = 4
-"""A second layout of the weights may take one part in this many of the free memory."""
+"""A second layout of the weights may take one part in this many of the free memory; the first, all but one."""
 
 ACTIVATION_MEMORY_SHARE = 4
 """A micro-batch's activations may take one part in this many of the free memory. Rows of twice its tokens run without
 recomputing, and adapters, optimizer state and the KV cache need memory too."""
+
+CACHE_MEMORY_SHARE, MIN_CACHE_TOKENS = 4, 2048
+"""On a CPU, the KV cache may take one part in this many of the free memory, or so many tokens."""
 
 DECODED_MEMORY_SHARE = 4
 """On a CPU, decoded matrices of a 4-bit model may take one part in this many of the free memory."""
@@ -93,9 +96,10 @@ def _lay_out(base: BaseModel, matrices: Sequence[matmul.FrozenLinear], free: int
     size = weights * (2 if is_half else base.dtype.itemsize)
     if is_half:
         free += 2 * size  # float32 weights are no part of a mapped file, and two bytes take their place
-    if size > free:
+    parts = size * REORDER_MEMORY_SHARE
+    if parts > free * (REORDER_MEMORY_SHARE - 1):
         return False
-    backward = size * REORDER_MEMORY_SHARE <= free
+    backward = parts <= free
     for matrix in matrices:
         matrix.lay_out(backward=backward)
     for stack in stacks:
@@ -225,11 +229,18 @@ def decoded_bytes(base: BaseModel, memory: MemoryPlan | None) -> int:
     return free_bytes() // DECODED_MEMORY_SHARE
 
 
-def resolve_cache_tokens(setting: CacheTokens, memory: MemoryPlan | None) -> int:
-    """The setting itself or, for `auto`, what the plan says; without one, what a CPU has."""
-    if setting != "auto":
-        return setting
-    return CPU_CACHE_TOKENS if memory is None else memory.cache_tokens
+def resolve_cache_tokens(config: EngineConfig, base: BaseModel, memory: MemoryPlan | None) -> int:
+    """The setting itself or, for `auto`, what the plan says; without one, what a CPU has, if a share of the memory that
+    is free holds it."""
+    if config.cache_tokens != "auto":
+        return config.cache_tokens
+    if memory is not None:
+        return memory.cache_tokens
+    if config.deterministic:
+        return CPU_CACHE_TOKENS
+    each = model_facts.token_bytes(base.model.config.get_text_config(), base.dtype)
+    fitting = free_bytes() // CACHE_MEMORY_SHARE // max(1, each)
+    return min(CPU_CACHE_TOKENS, max(MIN_CACHE_TOKENS, fitting))
 
 
 def vllm_context(config: EngineConfig, card: ModelCard, memory: MemoryPlan | None) -> int:

@@ -68,7 +68,7 @@ def facts_of(
         source=source,
         weight_bytes=size.weights,
         loading_bytes=size.working,
-        token_bytes=_token_bytes(text, dtype),
+        token_bytes=token_bytes(text, dtype),
         state_bytes=_state_bytes(text, dtype),
         activation_bytes=body + text.vocab_size * dtype.itemsize,
         layer_bytes=saved / layers,
@@ -162,7 +162,7 @@ def _kept_values(target: targets.Target, text: PreTrainedConfig) -> int:
     return visited * (2 * target.hidden + 3 * target.intermediate)
 
 
-def _token_bytes(text: PreTrainedConfig, dtype: torch.dtype) -> int:
+def token_bytes(text: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Keys and values of a token, or latents, in the attention layers."""
     values = text.to_dict()
     kinds = values.get("layer_types") or ["full_attention"] * text.num_hidden_layers

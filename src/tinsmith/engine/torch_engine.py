@@ -123,7 +123,7 @@ class TorchEngine(EngineClient):
             exchange=exchange,
         )
         batch = GeneralBatch(base, head) if isinstance(base, GeneralModel) else None
-        cache_tokens = autotune.resolve_cache_tokens(config.cache_tokens, memory)
+        cache_tokens = autotune.resolve_cache_tokens(config, base, memory)
         self.sampler = TorchSampler(base, head, active, scheduler, tokens, cache_tokens, config.deterministic, batch)
         self._base, self._active, self._exchange = base, active, exchange
         self._scheduler = scheduler
@@ -198,7 +198,10 @@ class TorchEngine(EngineClient):
         if request.images:
             request = placed_prompt(request, self._base.vision, self._card)
             check_sample(request, self._card)  # again, for its length may not have been known
-        return await self.sampler.sample(request, on_delta)
+        try:
+            return await self.sampler.sample(request, on_delta)
+        finally:
+            self._heap.trim_when_idle()
 
     @override
     async def release_memory(self) -> None:

@@ -122,8 +122,8 @@ def test_matrices_are_laid_out_as_memory_allows(dtype: torch.dtype, half: bool, 
     freed = 2 if half and dtype == torch.float32 else 0
     assert layouts(autotune.REORDER_MEMORY_SHARE - freed) == {2}
     assert layouts(autotune.REORDER_MEMORY_SHARE - freed - 0.001) == {1}
-    assert layouts(1 - freed) == {1}
-    assert layouts(1 - freed - 0.001) == {0}
+    assert layouts(4 / 3 - freed + 0.001) == {1}
+    assert layouts(4 / 3 - freed - 0.001) == {0}
 
 
 @pytest.mark.parametrize(

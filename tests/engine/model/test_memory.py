@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
+from tests.engine.sampling.helpers import sample_request
+from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.model import memory
 from tinsmith.engine.model.memory import HeapTrimmer
+from tinsmith.engine.torch_engine import TorchEngine
 
 
 class Counting(HeapTrimmer):
@@ -50,6 +54,20 @@ def test_idle_engine_trims_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asyncio.run(rest())
     assert heap.trims == 1
+
+
+def test_heap_is_trimmed_after_samples_too(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that never trains frees the caches of its sequences too."""
+    monkeypatch.setattr(memory, "IDLE_SECONDS", 0.05)
+    trimmed = asyncio.Event()
+
+    async def sampled() -> None:
+        engine = TorchEngine(EngineConfig(source=str(tiny_llama), dtype="float32", device="cpu", threads=1))
+        monkeypatch.setattr(HeapTrimmer, "trim", lambda self: trimmed.set())
+        await engine.sample(sample_request(max_tokens=2))
+        await asyncio.wait_for(trimmed.wait(), 60)
+
+    asyncio.run(sampled())
 
 
 @pytest.mark.parametrize(("count", "size"), [(8, 1 << 24), (2, 1 << 27)])

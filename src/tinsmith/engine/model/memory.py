@@ -20,7 +20,7 @@ MIN_FREE_BYTES, FREE_GROWTH = 1 << 30, 1.5
 """The heap is trimmed if more than this many bytes, and more than this many times what the first pass left, are
 free."""
 IDLE_SECONDS = 60.0
-"""The heap is trimmed this long after the last pass."""
+"""The heap is trimmed this long after the last pass or sample."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 NEVER_TRIM = (1 << 31) - 1
@@ -57,11 +57,15 @@ class HeapTrimmer:
             library.mallopt(_M_TRIM_THRESHOLD, NEVER_TRIM)
             library.mallopt(_M_ARENA_MAX, 1)  # what one thread frees, the next pass of another takes
 
-    def after_work(self) -> None:
-        """Trim if too much is free, else once the engine is idle. Must be called from an event loop."""
+    def trim_when_idle(self) -> None:
+        """Trim IDLE_SECONDS after the last call. Must be called from an event loop, as `after_work`."""
         if self._idle is not None:
             self._idle.cancel()
         self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, self.trim)
+
+    def after_work(self) -> None:
+        """After a pass: trim if too much is free, else once the engine is idle."""
+        self.trim_when_idle()
         free = self.free_heap_bytes()
         if free is None:
             self.trim()
