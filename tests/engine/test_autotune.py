@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from tests.engine.data import LOSSES, pass_for
 from tests.engine.inspection import gradients_of
 from tests.engine.reference import assert_same
-from tinsmith.engine import autotune
+from tinsmith.engine import autotune, model_facts
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.cpu.instructions import cpu_bfloat16
 from tinsmith.engine.model import footprint, loading
@@ -42,19 +42,23 @@ def test_tokens_that_fit_use_a_quarter_of_free_memory(free: int, each: float, mo
     assert tokens == autotune.MIN_PASS_TOKENS or tokens * each <= free / 4
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_cache_takes_a_quarter_of_free_memory_at_most(kind: str, engine_of: Any, monkeypatch: pytest.MonkeyPatch):
-    base = engine_of(kind).trainer._base
-    each = cache_shape(base).token_bytes
+def test_bytes_of_a_token_are_those_of_the_cache(kind: str, dtype: str, engine_of: Any):
+    base = engine_of(kind, dtype=dtype).trainer._base
+    assert model_facts.token_bytes(base.model.config, base.dtype) == cache_shape(base).token_bytes
 
-    def tokens(free: int, **options: Any) -> int:
+
+def test_cache_takes_a_quarter_of_free_memory_at_most(monkeypatch: pytest.MonkeyPatch):
+    def tokens(free: int, each: int = 1000, **options: Any) -> int:
         monkeypatch.setattr(autotune, "free_bytes", lambda: free)
-        return autotune.resolve_cache_tokens(EngineConfig(source="tiny", **options), base, None)
+        return autotune.resolve_cache_tokens(EngineConfig(source="tiny", **options), None, each)
 
-    assert tokens(4 * each * 5000) == 5000
-    assert tokens(4 * each * 5000 - 1) == 4999
+    assert tokens(20_000_000) == 5000
+    assert tokens(20_000_000 - 1) == 4999
     assert tokens(1 << 50) == CPU_CACHE_TOKENS
     assert tokens(0) == autotune.MIN_CACHE_TOKENS
+    assert tokens(0, each=0) == CPU_CACHE_TOKENS
     assert tokens(0, cache_tokens=7) == 7
     assert tokens(0, deterministic=True) == CPU_CACHE_TOKENS  # nothing may depend on the memory that happens to be free
 

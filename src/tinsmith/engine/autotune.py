@@ -229,18 +229,16 @@ def decoded_bytes(base: BaseModel, memory: MemoryPlan | None) -> int:
     return free_bytes() // DECODED_MEMORY_SHARE
 
 
-def resolve_cache_tokens(config: EngineConfig, base: BaseModel, memory: MemoryPlan | None) -> int:
-    """The setting itself or, for `auto`, what the plan says; without one, what a CPU has, if a share of the memory that
-    is free holds it."""
+def resolve_cache_tokens(config: EngineConfig, memory: MemoryPlan | None, token_bytes: int) -> int:
+    """The setting itself or, for `auto`, what the plan says; without one, what a CPU has, or less if a share of the
+    free memory does not hold it. `token_bytes` are those of a token's keys and values, 0 if they are not known."""
     if config.cache_tokens != "auto":
         return config.cache_tokens
     if memory is not None:
         return memory.cache_tokens
-    if config.deterministic:
+    if config.deterministic or not token_bytes:
         return CPU_CACHE_TOKENS
-    each = model_facts.token_bytes(base.model.config.get_text_config(), base.dtype)
-    fitting = free_bytes() // CACHE_MEMORY_SHARE // max(1, each)
-    return min(CPU_CACHE_TOKENS, max(MIN_CACHE_TOKENS, fitting))
+    return min(CPU_CACHE_TOKENS, max(MIN_CACHE_TOKENS, free_bytes() // CACHE_MEMORY_SHARE // token_bytes))
 
 
 def vllm_context(config: EngineConfig, card: ModelCard, memory: MemoryPlan | None) -> int:

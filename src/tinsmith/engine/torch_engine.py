@@ -123,7 +123,7 @@ class TorchEngine(EngineClient):
             exchange=exchange,
         )
         batch = GeneralBatch(base, head) if isinstance(base, GeneralModel) else None
-        cache_tokens = autotune.resolve_cache_tokens(config, base, memory)
+        cache_tokens = autotune.resolve_cache_tokens(config, memory, _token_bytes(base))
         self.sampler = TorchSampler(base, head, active, scheduler, tokens, cache_tokens, config.deterministic, batch)
         self._base, self._active, self._exchange = base, active, exchange
         self._scheduler = scheduler
@@ -237,6 +237,13 @@ def _pass_tokens(config: EngineConfig, base: BaseModel, active: linear.ActiveAda
     elif wanted == "auto" and exchange.lockstep:
         wanted = autotune.MAX_TOKENS[base.device.type]
     return autotune.resolve_pass_tokens(wanted, base, active, _at_once(config, base, exchange))
+
+
+def _token_bytes(base: BaseModel) -> int:
+    """Of the keys and values of a token; 0 on the general path, where transformers caches them."""
+    if isinstance(base, GeneralModel):
+        return 0
+    return model_facts.token_bytes(base.model.config.get_text_config(), base.dtype)
 
 
 def _parameters(base: BaseModel, part: str, *, separate_experts: bool = False) -> int:
