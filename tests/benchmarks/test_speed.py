@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import speed, table
+from benchmarks.apart import Ending
 from benchmarks.comparison import Comparison, Line, Setting, rotate
 from benchmarks.engine_driver import EngineDriver
 from benchmarks.parts import agreement, sharing, switching, tenants, training
@@ -17,6 +19,7 @@ from benchmarks.parts.trees import shapes
 from benchmarks.parts.vllm import measurement as vllm
 from benchmarks.parts.vllm import process as vllm_process
 from benchmarks.workloads import grpo, tree
+from tests.engine.cpu.processor import needs_panels
 from tests.engine.reference import plain_model
 from tinsmith.engine.model import packing
 
@@ -70,13 +73,42 @@ def test_results_of_other_parts_are_preserved(tmp_path: Path):
 @pytest.mark.parametrize("program", ["raise SystemExit(3)", "pass", "while True: pass"])
 def test_part_that_gives_no_lines_fails(program: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
     """A part that ends, ends without a result, or takes too long."""
-    arguments = argparse.Namespace(dtype="float32", model="m", threads=1, turns=1)
+    arguments = argparse.Namespace(dtype="float32", model="m", threads=1, turns=1, instructions=None)
     monkeypatch.setattr(speed, "PART_S", 1.0 if program.startswith("while") else 100.0)
     run_apart = speed.run_apart
     monkeypatch.setattr(speed, "run_apart", lambda _, *args, **options: run_apart(
         lambda _: [sys.executable, "-c", program], *args, **options))  # fmt: skip
     assert speed._apart("memory", arguments) is None
     assert "memory: the process " in capfd.readouterr().err
+
+
+@needs_panels
+def test_part_computes_with_the_limited_instructions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """PyTorch and compiled functions say so themselves, in a process of the part's environment."""
+    program = """
+import torch, numba
+from tinsmith.engine.cpu.vectors import HAS_AMX, HAS_PAIRS, LANES
+print(torch.backends.cpu.get_cpu_capability(), numba.config.CPU_NAME, LANES, HAS_AMX, HAS_PAIRS)
+"""
+    environments: list[dict[str, str]] = []
+
+    def ended(_: object, seconds: float, *, environment: dict[str, str]) -> Ending:
+        environments.append(environment)
+        return Ending(result=None, seconds=0, error="not run", log="")
+
+    monkeypatch.setattr(speed, "run_apart", ended)
+    options = {"dtype": "float32", "model": "m", "threads": 1, "turns": 1}
+    speed._apart("memory", argparse.Namespace(**options, instructions="avx2"))
+    command = [sys.executable, "-c", program]
+    shown = subprocess.run(command, env=environments[0], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert shown.stdout.split() == ["AVX2", "znver3", "8", "False", "False"]
+
+
+def test_limited_instructions_need_float32(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(sys, "argv", ["speed", "--instructions", "avx2"])
+    with pytest.raises(SystemExit):
+        speed._arguments()
+    assert "--dtype float32" in capsys.readouterr().err
 
 
 def test_flops_are_two_per_weight_and_position(tiny_llama: Path):

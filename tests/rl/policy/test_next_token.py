@@ -60,7 +60,7 @@ def test_next_token_logprobs_equal_transformers(served, tiny_llama):
     assert sorted(all_ids) == list(range(512))
     np.testing.assert_allclose(np.exp(everything.astype(np.float64)).sum(), 1.0, atol=1e-5)
     np.testing.assert_allclose(logprobs, expected[range(5), TOKENS[1:]], atol=1e-5)
-    np.testing.assert_array_equal(last, logprobs[-2:])
+    np.testing.assert_allclose(last, logprobs[-2:], atol=3e-6)  # the rest of the prompt is cached: another product
 
 
 @pytest.mark.parametrize("method", ["next_logprobs", "top_logprobs"])
