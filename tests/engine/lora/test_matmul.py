@@ -136,13 +136,16 @@ def test_matrices_are_laid_out_as_memory_allows(dtype: torch.dtype, half: bool, 
     ],
 )
 def test_one_layout_computes_what_two_do(dtype: torch.dtype, represented: torch.dtype) -> None:
-    """The second, made of the first at each gradient of inputs, has the very numbers of one that is kept."""
+    """The second, made of the first once or at each gradient of inputs, is that of the transposed matrix."""
     weights = torch.randn(3, 96, 160, generator=torch.Generator().manual_seed(0)).to(represented).to(dtype)
+    expected = compiled_projections.Panels.of_experts(weights.mT, backward=False).forward.view(torch.int16)
     two_layouts = compiled_projections.Panels.of_experts(weights)
     panels = compiled_projections.Panels.of_experts(weights, backward=False)
     assert panels.backward is None
     assert panels.forward.dtype == represented
-    assert torch.equal(panels.transposed().view(torch.int16), two_layouts.transposed().view(torch.int16))
+    assert torch.equal(panels.transposed().view(torch.int16), expected)
+    assert torch.equal(two_layouts.backward.view(torch.int16), expected)
+    assert two_layouts.transposed() is two_layouts.backward
 
 
 def test_weights_are_reordered_if_memory_allows(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):

@@ -17,7 +17,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 DECODING = "decoding"
-"""How the name of the part for decoding begins; the query heads of a key head and their width follow."""
+"""The name of the part for decoding begins with this; the query heads of a key head and their width follow."""
 COMPILE_S = 300
 """What takes longer is left to the first call."""
 
@@ -29,7 +29,7 @@ def compile_ahead(kind: str, *, panels: bool) -> threading.Thread:
 
 
 def compile_decoding(kind: str, group: int, width: int) -> threading.Thread:
-    """Compile what loading a model calls that has `group` query heads of this width for each key head, as
+    """Compile what is called while a model is loaded, of `group` query heads of this width for each key head; as
     `compile_ahead` does."""
     return compile_parts([f"{DECODING}-{group}-{width}"], kind)
 

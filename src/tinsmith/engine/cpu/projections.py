@@ -111,6 +111,8 @@ PAIR = np.dtype(
     ]
 )
 """An adapter's matrices of a projection."""
+SQUARE = TILE_COLUMNS * TILE_COLUMNS
+"""Numbers of a square of a matrix, which are side by side in panels of it and in panels of the transposed one."""
 PART_COLUMNS = 4 * TILE_COLUMNS
 """Columns of an adapter's gradients that a thread computes at a time: it should read some of memory at a place."""
 
@@ -477,13 +479,6 @@ def lay_weights(panels, column, weights, stride, depth, columns):
 
 
 @compiled
-def lay_transposed(panels, weights, stride, depth, columns):
-    """The same of W^T, with W [depth, columns]."""
-    for column in range(0, columns, TILE_COLUMNS):
-        lay_rows(pointer(panels), column * depth, TILE_COLUMNS, pointer(weights), column, stride, depth, TILE_COLUMNS)
-
-
-@compiled
 def pack(panels, numbers, count, storage):
     """Float32 numbers of panels as `panels` stores them. Returns bits that are 0 if they are the same then."""
     lost = np.uint32(0)
@@ -500,49 +495,44 @@ def transpose_floats(target, source, depth, columns):
     """The panels of a float32 matrix [depth, columns] as panels of the transposed one."""
     for column in range(0, columns, TILE_COLUMNS):
         for k in range(0, depth, TILE_COLUMNS):
-            transpose_block(pointer(target), k * columns + column * TILE_COLUMNS, pointer(source),
+            transpose_square(pointer(target), k * columns + column * TILE_COLUMNS, pointer(source),
                             column * depth + k * TILE_COLUMNS)  # fmt: skip
 
 
 @compiled
 def transpose_halves(target, source, depth, columns, storage):
-    """The same of panels of two bytes a number (`pack`)."""
-    room = np.empty(2 * TILE_COLUMNS * TILE_COLUMNS, np.float32)
+    """The same of panels of two bytes a number, which are float32 numbers meanwhile (`pack`)."""
+    square, result = np.empty(SQUARE, np.float32), np.empty(SQUARE, np.float32)
     for column in range(0, columns, TILE_COLUMNS):
         for k in range(0, depth, TILE_COLUMNS):
             start, place = column * depth + k * TILE_COLUMNS, k * columns + column * TILE_COLUMNS
-            for line in range(0, TILE_COLUMNS * TILE_COLUMNS, TILE_COLUMNS):
+            for line in range(0, SQUARE, TILE_COLUMNS):
                 if storage == BFLOAT16:
-                    widen_line(data_of(room), line, pointer(source), start + line)
+                    widen_line(data_of(square), line, pointer(source), start + line)
                 else:
-                    widen_line(data_of(room), line, half_pointer(source), start + line)
-            transpose_block(data_of(room), TILE_COLUMNS * TILE_COLUMNS, data_of(room), 0)
-            for line in range(0, TILE_COLUMNS * TILE_COLUMNS, TILE_COLUMNS):
-                own = TILE_COLUMNS * TILE_COLUMNS + line
-                if storage == BFLOAT16:
-                    pack_line(pointer(target), place + line, data_of(room), own)
-                else:
-                    pack_line(half_pointer(target), place + line, data_of(room), own)
+                    widen_line(data_of(square), line, half_pointer(source), start + line)
+            transpose_square(data_of(result), 0, data_of(square), 0)
+            pack(target + 2 * place, np.float64(result.ctypes.data), SQUARE, storage)
 
 
 @compiled
 def transpose_pairs(target, source, depth, columns):
-    """The same of panels of bfloat16 pairs, which are a vector's words: transposed, they are the rows of a block."""
-    room = np.empty(TILE_COLUMNS * TILE_COLUMNS, np.uint16)
-    rows = pointer(np.float64(room.ctypes.data))
+    """The same of panels of bfloat16 pairs: a SQUARE of them, transposed as words, is rows as `lay_rows` reads them."""
+    square = np.empty(SQUARE, np.uint16)
+    words = pointer(np.float64(square.ctypes.data))
     for column in range(0, columns, TILE_COLUMNS):
         for k in range(0, depth, TILE_COLUMNS):
             start = (column * depth + k * TILE_COLUMNS) // 2
             for own in range(0, TILE_COLUMNS, LANES):
-                transpose_rows(rows, own * LANES, LANES, pointer(np.float64(source)), start + own, TILE_COLUMNS, LANES,
+                transpose_rows(words, own * LANES, LANES, pointer(np.float64(source)), start + own, TILE_COLUMNS, LANES,
                                LANES)  # fmt: skip
-            lay_rows(pointer(target), k * columns + column * TILE_COLUMNS, TILE_COLUMNS, data_of(room), 0,
+            lay_rows(pointer(target), k * columns + column * TILE_COLUMNS, TILE_COLUMNS, data_of(square), 0,
                      TILE_COLUMNS, TILE_COLUMNS, TILE_COLUMNS)  # fmt: skip
 
 
 @njit(inline="always")
-def transpose_block(target: Any, place: Any, source: Any, start: Any) -> None:
-    """Write float32 [TILE_COLUMNS, TILE_COLUMNS], transposed."""
+def transpose_square(target: Any, place: Any, source: Any, start: Any) -> None:
+    """Write a SQUARE of float32 numbers, transposed."""
     for row in range(0, TILE_COLUMNS, LANES):
         for column in range(0, TILE_COLUMNS, LANES):
             transpose_rows(target, place + column * TILE_COLUMNS + row, TILE_COLUMNS, source,
@@ -553,6 +543,9 @@ def compile_layouts(kind: str) -> None:
     """Compile what lays weights out."""
     number, _ = numbers_of(kind)
     lay_weights(number(0), 0, number(0), 0, 0, 0)
-    lay_transposed(number(0), number(0), 0, 0, 0)
     if kind == "float32":
         pack(0, 0.0, 0, 0)
+        transpose_floats(0.0, 0.0, 0, 0)
+        transpose_halves(0, 0, 0, 0, 0)
+    else:
+        transpose_pairs(0, 0, 0, 0)

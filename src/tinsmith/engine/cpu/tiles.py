@@ -325,21 +325,26 @@ def _places(builder: Any, place: Any, line: Any, rows: int) -> list[Any]:
     return [index(builder, own, LANES * v) for own in lines for v in range(TILE_VECTORS)]
 
 
+def _panel_line(builder: Any, numbers_type: Any, numbers: Any, at: Any) -> list[Any]:
+    """TILE_COLUMNS float32 of a panel's float32, bfloat16 in words (`words_at`) or float16 numbers (`half_pointer`)."""
+    if numbers_type.dtype == types.uint16:
+        return words_at(builder, numbers, at)
+    reads = halves_at if numbers_type.dtype == types.int16 else read
+    return [reads(builder, numbers, index(builder, at, LANES * v)) for v in range(TILE_VECTORS)]
+
+
 def _sums(
     builder: Any, left_type: Any, right_type: Any, left: Any, first: Any, left_line: Any, left_step: Any, right: Any,
     start: Any, right_line: Any, depth: Any, *, rows: int, ahead: int,
 ) -> Any:  # fmt: skip
     """The sums of a `panel_tile`."""
-    in_pairs, is_float16 = left_type.dtype == types.uint16, right_type.dtype == types.int16
+    in_pairs = left_type.dtype == types.uint16
     firsts = [builder.add(first, builder.mul(left_line, INT64(r))) for r in range(rows)]
 
     def read_line(at: Any) -> list[Any]:
         if in_pairs:
             return [pairs_at(builder, right, index(builder, at, 2 * LANES * v)) for v in range(TILE_VECTORS)]
-        if right.type.pointee != FLOAT and not is_float16:
-            return words_at(builder, right, at)
-        reads = halves_at if is_float16 else read
-        return [reads(builder, right, index(builder, at, LANES * v)) for v in range(TILE_VECTORS)]
+        return _panel_line(builder, right_type, right, at)
 
     def body(k: Any, sums: Any) -> Any:
         at, step = builder.add(start, builder.mul(k, right_line)), builder.mul(k, left_step)
@@ -380,15 +385,11 @@ def pack_line(context: Any, outputs: Any, place: Any, numbers: Any, start: Any) 
 @intrinsic
 def widen_line(context: Any, outputs: Any, place: Any, numbers: Any, start: Any) -> Any:
     """Write TILE_COLUMNS float32 of what `pack_line` has written."""
-    is_float16 = numbers.dtype == types.int16
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        outputs, place, numbers, start = arguments
-        places = [INT64(LANES * v) for v in range(TILE_VECTORS)]
-        halves = (halves_at(builder, numbers, builder.add(start, at)) for at in places)
-        vectors = [*halves] if is_float16 else words_at(builder, numbers, start)
-        for at, vector in zip(places, vectors, strict=True):
-            write(builder, outputs, builder.add(place, at), vector)
+        outputs, place, own, start = arguments
+        for v, vector in enumerate(_panel_line(builder, numbers, own, start)):
+            write(builder, outputs, index(builder, place, LANES * v), vector)
         return context.get_dummy_value()
 
     return types.void(outputs, types.int64, numbers, types.int64), generate

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from ctypes import addressof, c_int64, sizeof
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ class Panels:
     forward: Tensor
     """W^T in panels."""
     backward: Tensor | None
-    """W in panels; None where each gradient of inputs has them laid out again, or none is computed."""
+    """W in panels; None where each gradient of inputs makes them again, or where none is computed."""
     bias: Tensor | None
 
     @classmethod
@@ -60,10 +60,9 @@ class Panels:
         _, out, width = weights.shape
         rows = [weight if weight.stride(1) == 1 else weight.contiguous() for weight in weights]
         storage, forward = next(_laid_out(rows))
-        back = torch.empty_like(forward) if backward else None
-        for panels, row in zip(() if back is None else back, rows, strict=False):
-            _lay_out(panels, row, storage, transposed=True)
-        return cls((out, width), weights.dtype, storage, forward, back, None if bias is None else bias.contiguous())
+        bias = None if bias is None else bias.contiguous()
+        panels = cls((out, width), weights.dtype, storage, forward, None, bias)
+        return replace(panels, backward=panels.transposed()) if backward else panels
 
     def transposed(self) -> Tensor:
         """W in panels."""
@@ -96,14 +95,11 @@ def _laid_out(weights: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
             yield storage, forward
 
 
-def _lay_out(panels: Tensor, weight: Tensor, storage: int, *, transposed: bool = False) -> bool:
-    """Lay out a matrix W [out, in] as panels of W^T, or of W if `transposed`. Returns whether these represent it."""
+def _lay_out(panels: Tensor, weight: Tensor, storage: int) -> bool:
+    """Lay out a matrix W [out, in] as panels of W^T. Returns whether these represent it."""
     (out, width), functions = weight.shape, projections()
     target = panels if panels.dtype == weight.dtype else weight.new_empty(weight.numel())
-    if transposed:
-        functions.lay_transposed(address(target), address(weight), weight.stride(0), out, width)
-    else:
-        functions.lay_weights(address(target), 0, address(weight), weight.stride(0), width, out)
+    functions.lay_weights(address(target), 0, address(weight), weight.stride(0), width, out)
     return target is panels or not functions.pack(panels.data_ptr(), address(target), weight.numel(), storage)
 
 
