@@ -90,13 +90,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--instructions",
         choices=list(LIMITS),
-        help="both sides use these alone, of all that the processor has; avx2 needs --dtype float32",
+        help="limit both sides to these instructions; needs --dtype float32",
     )
     parser.add_argument("--name", help="of the files in benchmarks/results: speed, or speed-DTYPE")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.instructions and arguments.dtype != "float32":
-        parser.error("--instructions avx2 measures float32, which the engine takes there: add --dtype float32")
+        parser.error(f"--instructions {arguments.instructions} measures float32 alone: add --dtype float32")
     return arguments
 
 

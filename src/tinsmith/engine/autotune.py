@@ -42,14 +42,14 @@ from tinsmith.errors import ConfigError
 log = logging.getLogger(__name__)
 
 REORDER_MEMORY_SHARE = 4
-"""A second layout of the weights may take one part in this many of the free memory; the first, all but one."""
+"""A second layout of the weights may take one part in this many of the free memory; the first, all parts but one."""
 
 ACTIVATION_MEMORY_SHARE = 4
 """A micro-batch's activations may take one part in this many of the free memory. Rows of twice its tokens run without
 recomputing, and adapters, optimizer state and the KV cache need memory too."""
 
 CACHE_MEMORY_SHARE, MIN_CACHE_TOKENS = 4, 2048
-"""On a CPU, the KV cache may take one part in this many of the free memory, or so many tokens."""
+"""On a CPU, the KV cache may take one part in this many of the free memory, and always has room for so many tokens."""
 
 DECODED_MEMORY_SHARE = 4
 """On a CPU, decoded matrices of a 4-bit model may take one part in this many of the free memory."""
@@ -84,18 +84,18 @@ def reorder_weights(base: BaseModel, free: int) -> None:
 
 
 def _lay_out(base: BaseModel, matrices: Sequence[matmul.FrozenLinear], free: int) -> bool:
-    """Lay matrices out for compiled functions, those of experts too, in place of what they are. Returns whether there
-    is memory for it: weights of a mapped file take none.
+    """Lay matrices out for compiled functions, those of experts too, in place of what they are. Returns whether they
+    fit in the free memory, of which the pages of a mapped file are a part.
 
-    Where a second layout is a small part of the memory that is then free, gradients of inputs have it; elsewhere each
-    makes it again of the first.
+    The transposed matrices, for gradients of inputs, are laid out too if they take a small part of the free memory;
+    otherwise each gradient makes them again.
     """
     stacks = [stack_of(module) for module in base.model.modules() if is_expert_stack(module)]
     weights = sum(matrix.shape.numel() for matrix in matrices) + sum(stack.weight_count for stack in stacks)
     is_half = base.dtype == torch.float32 and any(matrix.is_half for matrix in matrices[:1])
     size = weights * (2 if is_half else base.dtype.itemsize)
     if is_half:
-        free += 2 * size  # float32 weights are no part of a mapped file, and two bytes take their place
+        free += 2 * size  # what the float32 weights take now: no file is mapped that has them
     parts = size * REORDER_MEMORY_SHARE
     if parts > free * (REORDER_MEMORY_SHARE - 1):
         return False

@@ -53,7 +53,7 @@ class HeapTrimmer:
         """Free bytes after the first pass since the last trim."""
         self._idle: asyncio.TimerHandle | None = None
         if library is not None and self._malloc_trim is not None:
-            library.mallopt(_M_MMAP_MAX, 0)  # the largest tensors come from the heap too, as do logits of 39 MB a step
+            library.mallopt(_M_MMAP_MAX, 0)  # else the largest tensors leave the process as soon as they are freed
             library.mallopt(_M_TRIM_THRESHOLD, NEVER_TRIM)
             library.mallopt(_M_ARENA_MAX, 1)  # what one thread frees, the next pass of another takes
 

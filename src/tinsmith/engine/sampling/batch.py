@@ -368,9 +368,11 @@ class RunningBatch:
         in_pages: dict[PromptKey, PagedRow] = {}
         try:
             for job, prompt, sequences in zip(jobs, prompts, groups, strict=True):
+                if not sequences:
+                    continue
                 key = job.prompt_key
                 shares = self._scheduler.shares_prompt(prompt.length, readers[key])
-                if sequences and shares and key not in shared:
+                if shares and key not in shared:
                     shared[key] = cache.insert_shared_prefix(prompt, readers[key])
                 for sequence in sequences:
                     first = sequences[0].row or in_pages.get(key)
@@ -383,9 +385,8 @@ class RunningBatch:
                     if isinstance(sequence.row, PagedRow):
                         in_pages[key] = sequence.row
                     cache.start_state(sequence.row, prompt.state)
-                if sequences:
-                    whole = self.prefix_cache.match_prompt(job.scope, job.prompt_ids)
-                    self.prefix_cache.evict_first(whole or PrefixMatch())
+                whole = self.prefix_cache.match_prompt(job.scope, job.prompt_ids)
+                self.prefix_cache.evict_first(whole or PrefixMatch())
         finally:
             for row in shared.values():
                 if not row.readers:  # an error came before the first reader, and only the last reader frees the row
