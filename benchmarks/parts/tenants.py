@@ -57,7 +57,7 @@ def measure(setting: Setting) -> list[Line]:
     ours.close()
     lines.append(_idle(setting))
     with tempfile.TemporaryDirectory() as folder:
-        lines.append(_many(replace(setting, folder=save_model("llama", Path(folder)))))
+        lines.append(_many(replace(setting, folder=save_model("aligned", Path(folder)))))
     return lines
 
 

@@ -1,7 +1,8 @@
 """The smallest step: forward_backward and optim_step of 8 tokens, through the unmodified SDK and HTTP.
 
-The model is tiny, so what is measured is what a step costs whatever its model. The baseline is a stub that answers at
-once: what the SDK itself needs. One client alone, then 50 at once, each with a session and a model of its own.
+The model is tiny, so what is measured is what a step costs whatever its model; its widths are multiples of 32, as those
+of published models are. The baseline is a stub that answers at once: what the SDK itself needs. One client alone, then
+50 at once, each with a session and a model of its own.
 `python -m benchmarks.parts.http.smallest_step` prints the lines.
 """
 
@@ -60,7 +61,7 @@ class Side:
 @contextmanager
 def tiny_service(setting: Setting, folder: str, clients: int) -> Iterator[Side]:
     """A service of a tiny model, and clients with a session and a model each."""
-    source = save_model("llama", Path(folder) / "model")
+    source = save_model("aligned", Path(folder) / "model")
     with tinsmith(source, setting.dtype, Path(folder) / "data", setting.threads) as server:
         yield from _side(server, MODEL, clients)
 

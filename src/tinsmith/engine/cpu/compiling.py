@@ -14,6 +14,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from tinsmith.processes import garbage_collection
+
 log = logging.getLogger(__name__)
 
 DECODING = "decoding"
@@ -99,4 +101,5 @@ def _marker(part: str, kind: str) -> Path:
 
 
 if __name__ == "__main__":
-    compile_part(*sys.argv[1:])
+    with garbage_collection.paused():
+        compile_part(*sys.argv[1:])
