@@ -14,6 +14,8 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 MIN_FREE_BYTES, FREE_GROWTH = 1 << 30, 1.5
@@ -22,9 +24,12 @@ free."""
 IDLE_SECONDS = 60.0
 """The heap is trimmed this long after the last pass or sample."""
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
-NEVER_TRIM = (1 << 31) - 1
-"""glibc accepts no larger value: it never returns the free end of the heap by itself."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
+MAX_HEAP_CHUNK, NEVER_TRIM = 1 << 25, (1 << 31) - 1
+"""Allocations up to this size come from the heap, whose free end glibc never returns by itself. glibc accepts no larger
+values. What is larger has pages of its own, which it returns when it is freed, and leaves no hole in the heap."""
+MAX_MAPPINGS = 1 << 16
+"""glibc's default of allocations that have pages of their own."""
 
 
 class _Heap(ctypes.Structure):
@@ -43,17 +48,14 @@ class HeapTrimmer:
     """Makes glibc keep freed memory, for the whole process, and returns it in `trim`."""
 
     def __init__(self) -> None:
-        library = ctypes.CDLL(None) if sys.platform == "linux" else None
-        try:
-            self._malloc_trim = library.malloc_trim if library else None
-        except AttributeError:  # another C library
-            self._malloc_trim = None
+        library = _glibc()
+        self._malloc_trim = None if library is None else library.malloc_trim
         self._mallinfo = _mallinfo2(library)
         self._usual = 0
         """Free bytes after the first pass since the last trim."""
         self._idle: asyncio.TimerHandle | None = None
-        if library is not None and self._malloc_trim is not None:
-            library.mallopt(_M_MMAP_MAX, 0)  # else the largest tensors leave the process as soon as they are freed
+        if library is not None:
+            library.mallopt(_M_MMAP_THRESHOLD, MAX_HEAP_CHUNK)
             library.mallopt(_M_TRIM_THRESHOLD, NEVER_TRIM)
             library.mallopt(_M_ARENA_MAX, 1)  # what one thread frees, the next pass of another takes
 
@@ -83,6 +85,34 @@ class HeapTrimmer:
     def free_heap_bytes(self) -> int | None:
         """Free bytes of the heap; None with another C library or a glibc before 2.33."""
         return None if self._mallinfo is None else int(self._mallinfo().fordblks)
+
+
+@contextmanager
+def from_heap(size: int) -> Iterator[None]:
+    """Have a tensor of `size` bytes come from the heap, if it is allocated within the block, however large it is.
+
+    For what is allocated again and again, as logits are: with pages of its own, each time costs a page fault for each
+    4 kB. Not for what stays, as a cache's rows do: they come in every size, and the holes that they leave in the heap
+    doubled the memory of an engine that sampled for minutes.
+    """
+    library = _glibc() if size > MAX_HEAP_CHUNK else None
+    if library is not None:
+        library.mallopt(_M_MMAP_MAX, 0)
+    try:
+        yield
+    finally:
+        if library is not None:
+            library.mallopt(_M_MMAP_MAX, MAX_MAPPINGS)
+
+
+@cache
+def _glibc() -> ctypes.CDLL | None:
+    """The C library, if it is glibc."""
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    try:
+        return library if library and library.malloc_trim else None
+    except AttributeError:
+        return None
 
 
 def _mallinfo2(library: ctypes.CDLL | None) -> Callable[[], _Heap] | None:

@@ -17,6 +17,7 @@ from tinsmith.engine.cpu import openmp
 from tinsmith.engine.cpu.instructions import kind_of
 from tinsmith.engine.lora.compiled_projections import MULTIPLE_WIDTH, Panels
 from tinsmith.engine.lora.matmul import FrozenLinear
+from tinsmith.engine.model.memory import from_heap
 
 FEW_ROWS = 16
 """Rows whose products take as long as reading the weights, which compiled functions read in two bytes each."""
@@ -89,7 +90,8 @@ class CompiledProducts:
 
         assert hidden.dtype == self._panels.dtype
         hidden, words, kind = hidden.contiguous(), len(self._weight), kind_of(hidden.dtype)
-        products = torch.empty(len(hidden), words, device=hidden.device)
+        with from_heap(4 * len(hidden) * words):
+            products = torch.empty(len(hidden), words, device=hidden.device)
         factors = [_Factors.of(each, products.device) for each in additions]
         spans = np.array(_spans(len(hidden), factors), logits.SPAN)
         call = np.zeros(1, logits.PRODUCT)

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tinsmith.engine.model.memory import from_heap
 from tinsmith.engine.model.precision import cumulative_sum
 
 SUM_BLOCK = 256
@@ -87,5 +88,6 @@ def softmax_of_rows(logits: Tensor, *, entropies: bool, probs: torch.dtype | Non
     total = totals.float()
     log_sum = total.log() - values.amax(1).log_()  # log sum(exp(logit - top)); `total`: see `log_softmax`
     entropy = None if shifted is None else log_sum - shifted.mul_(values).sum(1) / total
-    rounded = None if probs is None else values.to(probs)
+    with from_heap(0 if probs is None else probs.itemsize * values.numel()):
+        rounded = None if probs is None else values.to(probs)
     return SoftmaxRows(top + log_sum, entropy, rounded, *([values, totals] if values.device.type == "cpu" else []))
