@@ -27,7 +27,7 @@ IDLE_SECONDS = 60.0
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
 MAX_HEAP_CHUNK, NEVER_TRIM = 1 << 25, (1 << 31) - 1
 """Allocations up to this size come from the heap, whose free end glibc never returns by itself. glibc accepts no larger
-values. What is larger has pages of its own, which it returns when it is freed, and leaves no hole in the heap."""
+values. What is larger, and fits in no hole of the heap, has pages of its own: freed, it leaves no hole."""
 MAX_MAPPINGS = 1 << 16
 """glibc's default of allocations that have pages of their own."""
 
