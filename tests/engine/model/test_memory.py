@@ -91,7 +91,7 @@ def test_largest_tensors_are_in_the_heap_only_where_requested(in_heap: bool) -> 
     if heap._mallinfo is None:
         pytest.skip("no glibc, or an old one")
 
-    def kept(requested: bool) -> bool:
+    def stays_in_heap(requested: bool) -> bool:
         """Whether the heap keeps a tensor that is larger than what is free in it, so that it fits in no hole."""
         size = (heap.free_heap_bytes() or 0) + (1 << 27)
         with from_heap(size if requested else 0):
@@ -100,8 +100,8 @@ def test_largest_tensors_are_in_the_heap_only_where_requested(in_heap: bool) -> 
         del tensor
         return (heap.free_heap_bytes() or 0) - before > size // 2
 
-    assert kept(in_heap) == in_heap
-    assert not kept(False)
+    assert stays_in_heap(in_heap) == in_heap
+    assert not stays_in_heap(False)
     heap.trim()
 
 
