@@ -12,14 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from tests.architectures import save_tiny
 from tinsmith.engine import load_checks
 from tinsmith.engine.base import Datum, LoraSpec, Pass, PassResult
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.cpu.calls import CompiledCalls
+from tinsmith.engine.cpu.compiling import Compilation
 from tinsmith.engine.load_checks import LoadChecks, checks_of
 from tinsmith.engine.lora import layers
-from tinsmith.engine.model import self_check
+from tinsmith.engine.model import loading, self_check
 from tinsmith.engine.sampling import decode_check
 from tinsmith.engine.torch_engine import TorchEngine
 
@@ -75,6 +78,58 @@ def test_next_load_computes_no_check_and_the_same_bits(
     assert replace(first.card, free_bytes=0) == replace(second.card, free_bytes=0)
     TorchEngine(config(folder, keeps_checks=False))
     assert {"_error", "_decoded"} <= set(computed)
+
+
+class Unfinished(Compilation):
+    """Still compiles functions for gradients when the model is loaded."""
+
+    @property
+    @override
+    def has_gradients(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a load, functions for gradients are still being compiled."""
+    pytest.importorskip("numba")
+    monkeypatch.setattr(loading, "Compilation", Unfinished)
+
+
+@pytest.mark.usefixtures("compiling")
+def test_gradients_are_checked_before_the_first_one(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, checked = save_tiny("llama", tmp_path / "model"), list[bool]()
+    works = self_check._compiled_attention_works
+    monkeypatch.setattr(
+        self_check,
+        "_compiled_attention_works",
+        lambda *a, gradients: (checked.append(gradients), works(*a, gradients=gradients))[1],
+    )
+    engine = TorchEngine(config(folder))
+    assert checked == [False]
+    first = results(engine)
+    assert checked == [False, True]
+    assert results(engine) == first
+    assert results(TorchEngine(config(folder))) == first
+    assert checked == [False, True]
+    [file] = cache.iterdir()
+    assert json.loads(file.read_text())["gradients of compiled attention"] is True
+    TorchEngine(config(folder, keeps_checks=False))
+    assert checked == [False, True, False, True]
+
+
+@pytest.mark.usefixtures("compiling")
+def test_engine_with_wrong_gradients_starts_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny("llama", tmp_path / "model")
+    logprobs, _ = results(TorchEngine(config(folder, keeps_checks=False)))
+    monkeypatch.setattr(CompiledCalls, "backward", lambda *_: 1 / 0)
+    engine = TorchEngine(config(folder))
+    with pytest.raises(SystemExit, match="starts again without them"):
+        results(engine)
+    restarted, _ = results(TorchEngine(config(folder)))
+    np.testing.assert_allclose(*(np.frombuffer(each, np.float32) for each in (logprobs, restarted)), rtol=1e-5)
 
 
 def test_refused_model_is_checked_at_each_load(cache: Path) -> None:

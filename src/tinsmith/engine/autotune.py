@@ -73,7 +73,7 @@ def reorder_weights(base: BaseModel, free: int) -> None:
     they fit in the `free` bytes."""
     every = (module.frozen for module in base.model.modules() if isinstance(module, linear.LoraLinear))
     matrices = [matrix for matrix in every if isinstance(matrix, matmul.FrozenLinear)]
-    if compiled_adapters.work_on(base.device, base.dtype):
+    if compiled_adapters.work_on(base.device, base.dtype, checks=base.checks):
         fitting = [matrix for matrix in matrices if fit(matrix.shape)]
         if _lay_out(base, fitting, free):
             matrices = [matrix for matrix in matrices if not fit(matrix.shape)]

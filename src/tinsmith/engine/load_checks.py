@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from tinsmith.atomic import atomic_write
 from tinsmith.engine.config import EngineConfig, cache_folder
+from tinsmith.engine.cpu.compiling import Compilation
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +37,11 @@ R = TypeVar("R")
 class LoadChecks:
     """Results of the checks of one model, by the name of the check."""
 
-    def __init__(self, file: Path | None = None) -> None:
-        """`file` has the results of earlier loads; without one, every check runs, and no result is kept."""
-        self._file = file
+    def __init__(self, file: Path | None = None, compilation: Compilation | None = None) -> None:
+        """`file` has the results of earlier loads; without one, every check runs at load, and no result is kept.
+        `compilation` is that of the functions for gradients."""
+        self._file, self._compilation = file, compilation
+        self._waiting: dict[str, Callable[[], bool]] = {}
         self._results: dict[str, Any] = {}
         self._is_changed = False
         if file is not None:
@@ -51,6 +54,30 @@ class LoadChecks:
             self._results[name] = check()
             self._is_changed = True
         return self._results[name]
+
+    def gradients_result(self, name: str, check: Callable[[], bool]) -> bool:
+        """As `result`, but True for a check that waits until its functions are compiled (`finish`)."""
+        compilation = self._compilation
+        if name not in self._results and compilation is not None and compilation.has_gradients:
+            if self._file is not None:
+                self._waiting[name] = check
+                return True
+            compilation.wait_for_gradients()  # or this process would compile them too
+        return self.result(name, check)
+
+    @property
+    def compilation(self) -> Compilation | None:
+        """What `finish` has to wait for; None if no check waits."""
+        return self._compilation if self._waiting else None
+
+    def finish(self) -> None:
+        """Run the checks that wait. Raises SystemExit if one fails: the weights are laid out for functions that do not
+        work, and the process that the service starts in place of this one uses none of them."""
+        waiting, self._waiting = self._waiting, {}
+        works = [self.result(name, check) for name, check in waiting.items()]
+        self.keep()
+        if not all(works):
+            raise SystemExit("The compiled gradients do not work here: the engine starts again without them.")
 
     def keep(self) -> None:
         """Keep the results for later loads, those that can be written as JSON. Called when the model is loaded."""
@@ -71,14 +98,14 @@ class LoadChecks:
             log.info("The results of the checks at load are not kept, so the next start repeats them: %s", error)
 
 
-def checks_of(config: EngineConfig, folder: Path) -> LoadChecks:
-    """The checks of a model with these settings, whose files are in a folder."""
+def checks_of(config: EngineConfig, folder: Path, compilation: Compilation | None = None) -> LoadChecks:
+    """The checks of a model with these settings, whose files are in a folder; `compilation` is that of LoadChecks."""
     if not config.keeps_checks:
-        return LoadChecks()
+        return LoadChecks(None, compilation)
     digest = hashlib.blake2b(digest_size=16)
     for part in (*_model(config, folder), *_programs(), *_machine()):
         digest.update(f"{len(part)}:".encode() + part)
-    return LoadChecks(cache_folder() / "checks" / f"{digest.hexdigest()}.json")
+    return LoadChecks(cache_folder() / "checks" / f"{digest.hexdigest()}.json", compilation)
 
 
 def _model(config: EngineConfig, folder: Path) -> Iterator[bytes]:

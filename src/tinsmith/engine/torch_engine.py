@@ -68,7 +68,7 @@ def prepare(config: EngineConfig, base: BaseModel) -> PreparedBase:
     active = linear.adapt(base)
     choice.check_adapted(base, active)
     is_general = isinstance(base, GeneralModel)
-    head = LMHead(base.head, logit_rule(base.model))
+    head = LMHead(base.head, logit_rule(base.model), checks=base.checks)
     if not is_general:
         base = layers.replace_layers(base)
         fused_layers.use_kernels(base)

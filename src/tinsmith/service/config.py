@@ -73,7 +73,8 @@ class ServeConfig(EngineOptions):
     check_model: Literal["once", "always"] = "once"
     """When an engine on a CPU compares its computations with transformers' own as it loads a base model: `always`, or
     `once` for the model's config, the settings, the versions and the processor. The results are in the folder of
-    converted models ($TINSMITH_CACHE, ~/.cache/tinsmith)."""
+    converted models ($TINSMITH_CACHE, ~/.cache/tinsmith). With `once`, the compiled gradients are checked before the
+    first training pass if the load has ended before they are compiled."""
 
     cluster: Annotated[
         ClusterConfig,

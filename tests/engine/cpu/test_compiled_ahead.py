@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from tests.models import KINDS
 from tinsmith.engine.build import build
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.model import loading
+from tinsmith.engine.cpu.compiling import Compilation
 
 
 def built(folder: Path, dtype: str = "float32") -> Any:
@@ -28,13 +28,7 @@ def test_attention_is_compiled_for_the_heads_of_the_model(
     family: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads = list[tuple[str, int, int]]()
-    whole = loading.compile_decoding
-
-    def compile_decoding(kind: str, group: int, width: int) -> Any:
-        heads.append((kind, group, width))
-        return whole(kind, group, width)
-
-    monkeypatch.setattr(loading, "compile_decoding", compile_decoding)
+    monkeypatch.setattr(Compilation, "start_decoding", lambda _, *arguments: heads.append(arguments))
     config = AutoConfig.from_pretrained(tiny(family))
     shape = built(tiny(family)).sampler.batch.kv_cache.shape
     assert shape.key_width == shape.value_width

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from tests.engine.cpu.processor import each_dtype, needs_panels
 from tinsmith.engine.cpu import projections, tiles
+from tinsmith.engine.cpu.compiling import Compilation
+from tinsmith.engine.load_checks import LoadChecks
 from tinsmith.engine.lora import compiled_adapters, compiled_projections
 from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair, PlacedAdapter
 from tinsmith.engine.lora.adapter_groups import AdapterGroup, AdapterSlice
@@ -288,3 +291,20 @@ def test_wrong_results_are_not_used(
     with caplog.at_level(logging.WARNING):
         assert not compiled_adapters.work_on(torch.device("cpu"), dtype, [32])
     assert "compiled adapters do not work here" in caplog.text
+
+
+@each_dtype
+def test_gradients_are_checked_once_they_are_compiled(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compilation = Compilation()
+    monkeypatch.setattr(Compilation, "has_gradients", True)
+    monkeypatch.setattr(ProjectionCall, "add_gradients", lambda *_: None)
+    checks = LoadChecks(tmp_path / "checks.json", compilation)
+    for _ in range(2):
+        assert compiled_adapters.work_on(torch.device("cpu"), dtype, [32], checks)
+    assert checks.compilation is compilation
+    with pytest.raises(SystemExit):
+        checks.finish()
+    assert checks.compilation is None
+    assert not compiled_adapters.work_on(torch.device("cpu"), dtype, [32], LoadChecks(tmp_path / "checks.json"))

@@ -51,10 +51,10 @@ def test_compiled_attention_that_fails_is_not_used(
 ) -> None:
     pytest.importorskip("numba")
     with own_log.at_level(logging.WARNING):
-        assert self_check._compiled_attention_works(torch.float32)
+        assert self_check._compiled_attention_works(torch.float32, gradients=True)
         assert not own_log.records
         monkeypatch.setattr(CompiledCalls, "forward", fault)
-        assert not self_check._compiled_attention_works(torch.float32)
+        assert not self_check._compiled_attention_works(torch.float32, gradients=True)
     assert "compiled attention does not work here" in own_log.text
 
 

@@ -1,55 +1,76 @@
 """Compiles functions before the model that calls them is there: seconds, which other processes take.
 
 In this process they would take the time of what reads the model, because Numba compiles under Python's lock. A process
-compiles one part of the functions into Numba's cache folder, with a file that says so. Imports no PyTorch, which takes
-as long to import as a part to compile.
+compiles parts of the functions into Numba's cache folder, one after the other, each with a file that says so. Functions
+for gradients come last, while the model is checked and answers its first requests. Imports no PyTorch, which takes as
+long to import as a part to compile.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tinsmith.processes import garbage_collection
+from tinsmith.processes.start import start_child
 
 log = logging.getLogger(__name__)
 
 DECODING = "decoding"
 """The name of the part for decoding begins with this; the query heads of a key head and their width follow."""
+GRADIENTS = "-gradients"
+"""The name of a part for gradients ends with this."""
 COMPILE_S = 300
 """What takes longer is left to the first call."""
+LEAST_PRIORITY = 19
 
 
-def compile_ahead(kind: str, *, panels: bool) -> threading.Thread:
-    """Compile the functions for an `instructions.Kind`, of `panels` too; the thread that is returned ends when they are
-    compiled. What does not compile is left to its first call, which says so."""
-    return compile_parts(["attention", *["projections"] * panels], kind)
+class Compilation:
+    """Parts that other processes compile. What does not compile is left to its first call, which says so."""
 
+    def __init__(self) -> None:
+        self._ends: dict[str, threading.Event] = {}
 
-def compile_decoding(kind: str, group: int, width: int) -> threading.Thread:
-    """Compile what is called while a model is loaded, of `group` query heads of this width for each key head; as
-    `compile_ahead` does."""
-    return compile_parts([f"{DECODING}-{group}-{width}"], kind)
-
-
-def compile_parts(parts: Sequence[str], kind: str) -> threading.Thread:
-    """Compile parts by their names, as `compile_ahead` does."""
-
-    def wait_for_all() -> None:
+    def start(self, kind: str, *parts: str) -> None:
+        """Compile parts for an `instructions.Kind` in a process of their own, one after the other."""
         missing = [part for part in parts if not is_compiled(part, kind)]
-        threads = [threading.Thread(target=_compile_elsewhere, args=(part, kind), name="compile") for part in missing]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        ends = {part: threading.Event() for part in missing}
+        self._ends |= ends
+        if missing:
+            threading.Thread(target=_compile_elsewhere, args=(kind, ends), name="compile").start()
 
-    whole = threading.Thread(target=wait_for_all, name="compile")
-    whole.start()
-    return whole
+    def start_ahead(self, kind: str, *, panels: bool) -> None:
+        """Compile what every model of an `instructions.Kind` needs, of `panels` too."""
+        for part in ["attention", *["projections"] * panels]:
+            self.start(kind, part, part + GRADIENTS)
+
+    def start_decoding(self, kind: str, group: int, width: int) -> None:
+        """Compile what is called while a model is loaded, of `group` query heads of this width for each key head."""
+        self.start(kind, f"{DECODING}-{group}-{width}")
+
+    def wait(self) -> None:
+        """Wait for all but the functions for gradients."""
+        self._wait(gradients=False)
+
+    def wait_for_gradients(self) -> None:
+        """Wait for the functions for gradients."""
+        self._wait(gradients=True)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether functions for gradients are being compiled."""
+        return any(part.endswith(GRADIENTS) and not end.is_set() for part, end in self._ends.items())
+
+    def _wait(self, *, gradients: bool) -> None:
+        for part, end in self._ends.items():
+            if part.endswith(GRADIENTS) == gradients:
+                end.wait()
 
 
 def is_compiled(part: str, kind: str) -> bool:
@@ -64,34 +85,47 @@ def compile_part(part: str, kind: str) -> None:
     of_head = "pairs" if kind == "pairs" else "float32"
     if part == "attention":
         packed.forward_function(kind)
-        packed.backward_function(kind)
         logits.logits_function(of_head)
         logits.narrow_function(of_head)
         if kind == "bfloat16":  # has no part of projections
             projections.compile_layouts(of_head)
+    elif part == "attention-gradients":
+        packed.backward_function(kind)
     elif part == "layers":
         decoding.layers_function(kind)
     elif part.startswith(DECODING):
         group, width = map(int, part.split("-")[1:])
         decoding.attention_function(kind, group, width, width, width)
         loops.compile_loops(kind)
-    else:
+    elif part == "projections":
         projections.forward_function(kind)
+        projections.compile_layouts(of_head)
+    else:
         projections.backward_function(kind)
         projections.gradient_function(kind)
-        projections.compile_layouts(of_head)
         logits.backward_function(kind)
     marker = _marker(part, kind)
     marker.parent.mkdir(parents=True, exist_ok=True)
     marker.touch()
 
 
-def _compile_elsewhere(part: str, kind: str) -> None:
-    command = [sys.executable, "-m", __name__, part, kind]
+def _compile_elsewhere(kind: str, ends: Mapping[str, threading.Event]) -> None:
+    """Compile parts in another process, whose output names each one that it has compiled."""
     try:
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_S)
-    except (OSError, subprocess.SubprocessError) as error:
+        with start_child(__name__, kind, *ends, log=subprocess.DEVNULL, report=True) as process:
+            timer = threading.Timer(COMPILE_S, process.kill)
+            timer.start()
+            assert process.stdout is not None
+            for line in process.stdout:
+                ends[line.decode().strip()].set()
+            timer.cancel()
+        if process.returncode:
+            log.info("Functions are not compiled ahead: the process ended with %d.", process.returncode)
+    except OSError as error:
         log.info("Functions are not compiled ahead: %s", error)
+    finally:
+        for end in ends.values():
+            end.set()
 
 
 def _marker(part: str, kind: str) -> Path:
@@ -100,6 +134,23 @@ def _marker(part: str, kind: str) -> Path:
     return Path(config.CACHE_DIR) / f"{part}-{kind}"
 
 
-if __name__ == "__main__":
+def _yield_to_others() -> None:
+    """Let checks and requests go first. Linux gives each session a share, and priorities of processes count within."""
+    os.nice(LEAST_PRIORITY)
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(LEAST_PRIORITY))
+
+
+def main(kind: str, parts: Sequence[str]) -> None:
+    """Entry point of the process."""
     with garbage_collection.paused():
-        compile_part(*sys.argv[1:])
+        for part in parts:
+            if part.endswith(GRADIENTS):
+                _yield_to_others()
+            compile_part(part, kind)
+            sys.stdout.write(f"{part}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

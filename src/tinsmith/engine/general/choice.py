@@ -125,7 +125,7 @@ def checked(base: GeneralModel, name: str) -> GeneralModel:
     """The base, with `joins` as measured. Raises Unsupported unless rows and decoding agree with transformers."""
     rows = _probe_rows(base)
     plain = [base.model(input_ids=row[None], position_ids=_steps(row), use_cache=False).logits[0] for row in rows]
-    head = LMHead(base.head, logit_rule(base.model))
+    head = LMHead(base.head, logit_rule(base.model), checks=base.checks)
     tree = packing.pack(
         [
             packing.PackedRow(key=key, adapter=0, tokens=row.cpu().numpy().astype(np.int32))

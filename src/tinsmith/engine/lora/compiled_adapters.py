@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from tinsmith.engine.cpu.instructions import panel_kind
+from tinsmith.engine.load_checks import LoadChecks
 from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair, PlacedAdapter
 from tinsmith.engine.lora.adapter_groups import AdapterGroups, AdapterSlice
 from tinsmith.engine.lora.compiled_projections import (
@@ -136,17 +138,16 @@ def is_rank(rank: int, dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or rank % MULTIPLE_RANK == 0
 
 
-def work_on(device: torch.device, dtype: torch.dtype, widths: Iterable[int] = ()) -> bool:
+def work_on(
+    device: torch.device, dtype: torch.dtype, widths: Iterable[int] = (), checks: LoadChecks | None = None
+) -> bool:
     """Whether compiled functions compute projections of this dtype and these widths on this device, with their
-    adapters, and give the results of products."""
+    adapters, and give the results of products, by the `checks` of a model."""
     if panel_kind(device, dtype) is None or not fit(widths):
         return False
-    try:
-        check(dtype)
-    except Exception:
-        log.warning("The compiled adapters do not work here; all is slower without them.", exc_info=True)
-        return False
-    return True
+    checks, name = checks or LoadChecks(), f"compiled adapters in {dtype}"
+    outputs, gradients = (partial(_works, dtype, gradients=each) for each in (False, True))
+    return checks.result(name, outputs) and checks.gradients_result(f"gradients of {name}", gradients)
 
 
 def project(
@@ -186,18 +187,27 @@ def _first(groups: AdapterGroups) -> CompiledAdapters | None:
     return next((group for group in groups if isinstance(group, CompiledAdapters)), None)
 
 
-def check(dtype: torch.dtype) -> None:
-    """Raises ValueError unless results are those of products."""
+def _works(dtype: torch.dtype, *, gradients: bool) -> bool:
+    try:
+        check(dtype, gradients=gradients)
+    except Exception:
+        log.warning("The compiled adapters do not work here; all is slower without them.", exc_info=True)
+        return False
+    return True
+
+
+def check(dtype: torch.dtype, *, gradients: bool = True) -> None:
+    """Raises ValueError unless results, or gradients too, are those of products."""
     errors = [
         float((left - right).abs().max() / right.abs().max())
-        for left, right in zip(_results(dtype, compiled=True), _results(dtype, compiled=False), strict=True)
+        for left, right in zip(*(_results(dtype, gradients, compiled=each) for each in (True, False)), strict=True)
     ]
     if not max(errors) < TOLERANCES[dtype]:
         raise ValueError(f"results are wrong by {max(errors):.2g}")
 
 
-def _results(dtype: torch.dtype, *, compiled: bool) -> list[Tensor]:
-    """Outputs and gradients of two small projections with an adapter."""
+def _results(dtype: torch.dtype, gradients: bool, *, compiled: bool) -> list[Tensor]:
+    """Outputs of two small projections with an adapter, and their gradients."""
     draw = torch.Generator().manual_seed(0)
     names, rank, width, columns = ("left", "right"), 24, MULTIPLE_WIDTH, 2 * MULTIPLE_WIDTH
 
@@ -207,18 +217,22 @@ def _results(dtype: torch.dtype, *, compiled: bool) -> list[Tensor]:
     matrices, bias = [number(columns, width) for _ in names], number(columns)
     shapes = [(rank, width), (columns, rank)]
     pairs = {name: LoraPair(*(number(*shape) for shape in shapes)) for name in names}
-    gradients = {name: LoraPair(*(torch.zeros(shape, device="cpu") for shape in shapes)) for name in names}
-    placed = AdapterWeights(0.5, pairs, gradients), 1, CHECK_POSITIONS + 1
+    sums = {name: LoraPair(*(torch.zeros(shape, device="cpu") for shape in shapes)) for name in names}
+    placed = AdapterWeights(0.5, pairs, sums), 1, CHECK_POSITIONS + 1
     inputs, *grads = (number(CHECK_POSITIONS + 2, size) for size in (width, columns, columns))
     if compiled:
         panels, groups = [Panels.of(matrix, bias) for matrix in matrices], [CompiledAdapters([placed])]
         outputs, narrow = project(inputs, panels, groups, names)
-        input_grad = project_back(grads, panels, groups, names, inputs, narrow)
+        results = [*outputs]
+        if gradients:
+            results.append(project_back(grads, panels, groups, names, inputs, narrow))
     else:
         group, outputs = AdapterSlice(*placed), [inputs @ matrix.T + bias for matrix in matrices]
         own = group.forward(inputs, outputs, names)
-        left, right = (grad @ matrix for grad, matrix in zip(grads, matrices, strict=True))
-        input_grad = left + right
-        group.backward(input_grad, grads, names, inputs, own)
-    buffers = [buffer for name in names for buffer in (gradients[name].a, gradients[name].b)]
-    return [tensor.float() for tensor in (*outputs, input_grad, *buffers)]
+        results = [*outputs]
+        if gradients:
+            left, right = (grad @ matrix for grad, matrix in zip(grads, matrices, strict=True))
+            results.append(left + right)
+            group.backward(results[-1], grads, names, inputs, own)
+    buffers = [buffer for name in names for buffer in (sums[name].a, sums[name].b)] if gradients else []
+    return [tensor.float() for tensor in (*results, *buffers)]

@@ -145,7 +145,7 @@ def adapt(base: BaseModel) -> ActiveAdapters:
     """
     linear = [target for target in targets.targets(base.model) if isinstance(target, targets.LinearTarget)]
     widths = {width for target in linear for site in target.sites for width in (site.inputs, site.outputs)}
-    active = ActiveAdapters(compiled=compiled_adapters.work_on(base.device, base.dtype, widths))
+    active = ActiveAdapters(compiled=compiled_adapters.work_on(base.device, base.dtype, widths, base.checks))
     for target in linear:
         parent, _, leaf = target.name.rpartition(".")
         module: Any = base.model.get_submodule(target.name)

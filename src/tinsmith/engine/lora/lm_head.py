@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinsmith.engine.load_checks import LoadChecks
 from tinsmith.engine.lora import compiled_adapters
 from tinsmith.engine.lora.adapter import AdapterWeights, LoraPair, PlacedAdapter
 from tinsmith.engine.lora.adapter_groups import AdapterSlice
@@ -67,12 +68,18 @@ class ScoreGrads:
 class LMHead:
     """The base model's output weights [V, D]: float32 results forward, in the base's dtype backward."""
 
-    def __init__(self, weight: Tensor, rule: LogitRule = LogitRule(), rows: int | None = None) -> None:  # noqa: B008 - frozen
-        """`rows` are the most in a block, by default as many as suit the device."""
+    def __init__(
+        self,
+        weight: Tensor,
+        rule: LogitRule = LogitRule(),  # noqa: B008 - frozen
+        rows: int | None = None,
+        checks: LoadChecks | None = None,
+    ) -> None:
+        """`rows` are the most in a block, by default as many as suit the device; `checks` are the model's."""
         self._rule = rule
         self.block_rows = rows or block_rows(len(weight), weight.device)
         self._products = products_of(weight, None if rule.bias is None else rule.bias.float())
-        self._compiled = compiled_adapters.work_on(weight.device, weight.dtype, weight.shape)
+        self._compiled = compiled_adapters.work_on(weight.device, weight.dtype, weight.shape, checks)
         self._softmax = softmax_on(weight.device)
 
     def logits(self, hidden: Tensor, weights: AdapterWeights | None) -> Tensor:

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from tinsmith.engine.base import ModelCard
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.cpu.arguments import has_loops
-from tinsmith.engine.cpu.compiling import compile_ahead, compile_decoding
+from tinsmith.engine.cpu.compiling import Compilation
 from tinsmith.engine.cpu.instructions import cpu_bfloat16, kind_of, panel_kind
 from tinsmith.engine.images import tower
 from tinsmith.engine.images.tower import VisionTower
@@ -69,10 +68,10 @@ def load(config: EngineConfig) -> BaseModel:
 def read(config: EngineConfig) -> LoadedModel:
     """Read a model's files. Raises ConfigError."""
     device = device_of(config.device)
-    likely, compiling = dtype_of(config.dtype, device), list[Thread]()  # while files are fetched, converted and read
+    likely, compilation = dtype_of(config.dtype, device), Compilation()  # while files are fetched, converted and read
     has_compiled = config.path != "general" and has_loops(device, likely)
     if has_compiled:
-        compiling.append(compile_ahead(kind_of(likely), panels=panel_kind(device, likely) is not None))
+        compilation.start_ahead(kind_of(likely), panels=panel_kind(device, likely) is not None)
     located = locate(config.source)
     if not sys.stderr.isatty():  # progress bars clutter a log
         disable_progress_bar()
@@ -83,7 +82,7 @@ def read(config: EngineConfig) -> LoadedModel:
         text = settings.get_text_config()
         if has_compiled and {"num_attention_heads", "hidden_size"} <= text.to_dict().keys():
             heads, width = support.key_heads(text)
-            compiling.append(compile_decoding(kind_of(dtype), text.num_attention_heads // heads, width))
+            compilation.start_decoding(kind_of(dtype), text.num_attention_heads // heads, width)
         # A tower in 4-bit blocks, or one without the files of its processor, stays unused.
         processor = None if config.quantize == "4bit" else tower.processor_of(located.folder, settings)
     options = quantization.load_options(config.source, settings, config.quantize, device, dtype)
@@ -104,10 +103,9 @@ def read(config: EngineConfig) -> LoadedModel:
         vision = None
         if auto is AutoModelForImageTextToText:
             model, vision = tower.detach(model, processor)
-    for thread in compiling:
-        thread.join()
+    compilation.wait()
     chosen = config.model_copy(update={"dtype": precision.dtype_name(dtype)})
-    checks = checks_of(chosen, Path(located.folder)) if device.type == "cpu" else None
+    checks = checks_of(chosen, Path(located.folder), compilation) if device.type == "cpu" else None
     return LoadedModel(model, tokenizer, config.source, located.tokenizer, vision if processor else None, checks)
 
 

@@ -51,14 +51,17 @@ def with_flex_attention(base: BaseModel) -> BaseModel:
 
 def with_compiled_attention(base: BaseModel) -> BaseModel:
     """The base with compiled attention, if this machine compiles it and it is right."""
-    works = has_loops(base.device, base.dtype) and base.checks.result(
-        "compiled attention", partial(_compiled_attention_works, base.dtype)
+    outputs, gradients = (partial(_compiled_attention_works, base.dtype, gradients=each) for each in (False, True))
+    works = (
+        has_loops(base.device, base.dtype)
+        and base.checks.result("compiled attention", outputs)
+        and base.checks.gradients_result("gradients of compiled attention", gradients)
     )
     return replace(base, compiled_attention=works)
 
 
-def _compiled_attention_works(dtype: torch.dtype) -> bool:
-    """Whether outputs and gradients of two rows with a common prefix are those of PyTorch's operators."""
+def _compiled_attention_works(dtype: torch.dtype, *, gradients: bool) -> bool:
+    """Whether outputs of two rows with a common prefix, and gradients, are those of PyTorch's operators."""
     tokens, cpu = np.arange(PROBE_ROW), torch.device("cpu")
     tree = packing.pack(
         [packing.PackedRow(key=key, adapter=0, tokens=tokens * (1 + key * (tokens > PROBE_ROW // 2))) for key in (0, 1)]
@@ -74,7 +77,7 @@ def _compiled_attention_works(dtype: torch.dtype) -> bool:
             with torch.enable_grad():
                 query, key, value = inputs
                 output = context.attend(0, query, key, value, AttentionRule(0.25))
-            results.append([output, *torch.autograd.grad(output, inputs, output_grad)])
+            results.append([output, *(torch.autograd.grad(output, inputs, output_grad) if gradients else ())])
         pairs = zip(*([tensor.detach().float() for tensor in result] for result in results), strict=True)
         errors = [float((left - right).abs().max() / right.abs().max()) for left, right in pairs]
         if not max(errors) < COMPILED_TOLERANCE[dtype]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tinsmith.engine.base import OnDelta, SampleRequest, SampleResult
-from tinsmith.engine.cpu.compiling import compile_parts, is_compiled
+from tinsmith.engine.cpu.compiling import Compilation, is_compiled
 from tinsmith.engine.cpu.instructions import kind_of
 from tinsmith.engine.device_sharing import DeviceScheduler
 from tinsmith.engine.lora import linear
@@ -65,7 +65,7 @@ class TorchSampler:
             self._compiling = CompiledLayers.of(base)
             self._use_layers()
             if self._compiling is not None:
-                compile_parts(["layers"], kind_of(base.dtype))
+                Compilation().start(kind_of(base.dtype), "layers")
         self._waiting: list[SampleJob] = []
         self._loop: asyncio.Task[None] | None = None
 

@@ -138,6 +138,7 @@ class TorchTrainer:
                 return model.step(adam)
 
     async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
+        await self._finish_checks()
         by_model: dict[str, list[Pass]] = {}
         for request in passes:
             if request.loss_fn != SHADOW:
@@ -266,6 +267,16 @@ class TorchTrainer:
             return ShadowStart(model.capture(), None)
         moments = model.moments().copy() if folder is None else peft.read_moments(folder, model.layout)
         return ShadowStart(model.capture(), moments)
+
+    async def _finish_checks(self) -> None:
+        """Run the checks of gradients before the first one is computed. The device is not given to samples before,
+        which would leave no processor time to what compiles their functions."""
+        checks = self._base.checks
+        if checks.compilation is not None:
+            async with self._turn():
+                if checks.compilation is not None:  # no other pass has finished them
+                    await asyncio.to_thread(checks.compilation.wait_for_gradients)
+                    checks.finish()
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:

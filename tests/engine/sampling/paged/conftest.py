@@ -42,6 +42,6 @@ def operators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whatever is computed is PyTorch's operators: NumPy's sums and Numba's loops are in no record."""
     monkeypatch.setattr(choice, "kernels_on", lambda *_: None)
     monkeypatch.setattr(head_choice, "panel_kind", lambda *_: None)
-    monkeypatch.setattr(compiled_adapters, "work_on", lambda *_: False)
+    monkeypatch.setattr(compiled_adapters, "work_on", lambda *_, **__: False)
     for module in (device_sampling, token_sampling):
         monkeypatch.setattr(module, "cumulative_sum", lambda values, dim=1: precision._by_products(values.double()))

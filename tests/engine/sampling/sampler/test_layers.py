@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -137,7 +138,8 @@ def test_layers_are_used_once_they_are_compiled(
     """Requests before that do not wait, and another process compiles."""
     compiled, compiling = set[str](), list[str]()
     monkeypatch.setattr(sampler, "is_compiled", lambda part, _: part in compiled)
-    monkeypatch.setattr(sampler, "compile_parts", lambda parts, _: compiling.extend(parts))
+    processes = SimpleNamespace(start=lambda _, *parts: compiling.extend(parts))
+    monkeypatch.setattr(sampler, "Compilation", lambda: processes)
     engine = engine_with("Llama", dtype, 5)
     expected = wait(samples(engine, [None]))
     assert engine.sampler.batch.layers is None

@@ -115,7 +115,9 @@ def prepare(config: EngineConfig, mesh: DeviceMesh) -> PreparedBase:
     weight_bytes = sum(parameter.to_local().nbytes for parameter in _sharded(base.body))  # type: ignore[attr-defined]
     weight_bytes += sum(parameter.nbytes for parameter in model.parameters() if not isinstance(parameter, DTensor))
     card = replace(probe.card, weight_bytes=weight_bytes, device=str(device))
-    return PreparedBase(replace(base, card=card), active, LMHead(base.head, logit_rule(model)), switch)
+    return PreparedBase(
+        replace(base, card=card), active, LMHead(base.head, logit_rule(model), checks=base.checks), switch
+    )
 
 
 class Weights:
