@@ -118,9 +118,19 @@ def test_refusals_name_keys_of_the_file(tmp_path: Path):
     assert "model.rank" not in message
 
 
-@pytest.mark.parametrize("words", [("--steps", "3"), ("--steps=3",)])
-def test_options_that_are_settings_are_explained(words: tuple[str, ...], monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["tinsmith", "check", "run.yaml", *words])
+SETTINGS = [
+    (("check", "run.yaml", "--steps", "3"), "A setting has no hyphens before it: steps=3."),
+    (("check", "run.yaml", "--steps=3"), "A setting has no hyphens before it: steps=3."),
+    (("serve", "--cache-token", "5"), "A setting has no hyphens before it: cache_tokens=5."),
+    (("serve", "--cluster.samplers"), "A setting has no hyphens before it: cluster.samplers=VALUE."),
+    (("serve", "--thread", "3"), "Did you mean --threads?"),
+    (("serve", "--xyzzy"), "error: Unknown option: --xyzzy.\n--help lists the options."),
+]
+
+
+@pytest.mark.parametrize(("words", "text"), SETTINGS)
+def test_options_that_are_settings_are_explained(words: tuple[str, ...], text: str, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["tinsmith", *words])
     with pytest.raises(SystemExit):
         main()
-    assert "A setting has no hyphens before it: steps=3." in capsys.readouterr().err
+    assert text in capsys.readouterr().err

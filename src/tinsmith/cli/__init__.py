@@ -262,18 +262,30 @@ def _run_file_hint(error: UnknownCommandError, word: str) -> str:
 
 
 def _option_error(error: CycloptsError, option: str, words: Sequence[str]) -> ConfigError:
-    """The error for an unknown option, which may be a setting of a run with hyphens before it."""
-    message = f"Unknown option: {option}."
-    if _command(error) not in _TAKE_SETTINGS:
-        return ConfigError(str(error), "--help lists the options.")
-    from tinsmith.rl.config import RunConfig
-
+    """The error for an unknown option, which may be a setting with hyphens before it."""
     name, equals, value = option.partition("=")
     at = next((at for at, word in enumerate(words) if word.partition("=")[0] == name), len(words))
     value = value if equals else next((word for word in words[at + 1 : at + 2] if not word.startswith("-")), "VALUE")
     key = name.lstrip("-").replace("-", "_")
-    hint = RunConfig.suggestion(key) or f"A setting has no hyphens before it: {key}={value}."
-    return ConfigError(message, f"{hint} --help lists the options.")
+    if _command(error) in _TAKE_SETTINGS:
+        from tinsmith.rl.config import RunConfig
+
+        hint = RunConfig.suggestion(key) or _setting_hint(key, value)
+        return ConfigError(f"Unknown option: {option}.", f"{hint} --help lists the options.")
+    if _command(error) == "serve":
+        from tinsmith.service.config import ServeConfig
+        from tinsmith.settings import nearest_name, paths
+
+        nearest = nearest_name(key, paths(ServeConfig), cutoff=0.8)
+        if nearest and f"--{nearest.replace('_', '-')}?" not in str(error):  # no option has this name
+            return ConfigError(
+                f"Unknown option: {option}.", f"{_setting_hint(nearest, value)} --help lists the options."
+            )
+    return ConfigError(str(error), "--help lists the options.")
+
+
+def _setting_hint(key: str, value: str) -> str:
+    return f"A setting has no hyphens before it: {key}={value}."
 
 
 def _print_error(error: TinsmithError, console: Console) -> None:
