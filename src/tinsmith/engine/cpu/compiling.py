@@ -117,7 +117,8 @@ def _compile_elsewhere(kind: str, ends: Mapping[str, threading.Event]) -> None:
             timer.start()
             assert process.stdout is not None
             for line in process.stdout:
-                ends[line.decode().strip()].set()
+                if end := ends.get(line.decode().strip()):
+                    end.set()
             timer.cancel()
         if process.returncode:
             log.info("Functions are not compiled ahead: the process ended with %d.", process.returncode)
