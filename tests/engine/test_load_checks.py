@@ -85,7 +85,7 @@ class Unfinished(Compilation):
 
     @property
     @override
-    def has_gradients(self) -> bool:
+    def compiles_gradients(self) -> bool:
         return True
 
 

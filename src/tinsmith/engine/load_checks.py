@@ -58,11 +58,11 @@ class LoadChecks:
     def gradients_result(self, name: str, check: Callable[[], bool]) -> bool:
         """As `result`, but True for a check that waits until its functions are compiled (`finish`)."""
         compilation = self._compilation
-        if name not in self._results and compilation is not None and compilation.has_gradients:
+        if name not in self._results and compilation is not None and compilation.compiles_gradients:
             if self._file is not None:
                 self._waiting[name] = check
                 return True
-            compilation.wait_for_gradients()  # or this process would compile them too
+            compilation.wait(gradients=True)  # or this process would compile them too
         return self.result(name, check)
 
     @property

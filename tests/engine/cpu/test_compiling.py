@@ -88,16 +88,17 @@ def test_each_part_is_compiled_once(folder: Path, monkeypatch: pytest.MonkeyPatc
     compilers, compilation = replace_processes(monkeypatch, folder, Compiler), Compilation()
     compilation.start_ahead(kind, panels=len(parts) > 1)
     compilation.wait()
-    assert compilation.has_gradients
+    assert compilation.compiles_gradients
     for compiler in compilers:
         compiler.goes_on.set()
-    compilation.wait_for_gradients()
-    assert not compilation.has_gradients
+    compilation.wait(gradients=True)
+    assert not compilation.compiles_gradients
     again = Compilation()
     again.start_ahead(kind, panels=len(parts) > 1)
     again.wait()
-    assert not again.has_gradients
-    assert [compiler.parts for compiler in compilers] == [[part, f"{part}-gradients"] for part in parts]
+    assert not again.compiles_gradients
+    commands = [[compiler.kind, *compiler.parts] for compiler in compilers]
+    assert commands == [[kind, part, f"{part}-gradients"] for part in parts]
 
 
 @pytest.mark.parametrize("fault", [Failed, Endless])
@@ -110,14 +111,13 @@ def test_failure_is_left_to_the_first_call(
     with own_log.at_level("INFO"):
         compilation.start_ahead("float32", panels=False)
         compilation.wait()
-        compilation.wait_for_gradients()
-    assert not compilation.has_gradients
+        compilation.wait(gradients=True)
+    assert not compilation.compiles_gradients
     assert not folder.exists()
     assert "not compiled ahead: the process ended with" in own_log.text
 
 
-@pytest.mark.usefixtures("folder")
-def test_process_that_does_not_start_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_does_not_start_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: Any, **__: Any) -> None:
         raise OSError("no memory")
 
@@ -125,7 +125,8 @@ def test_process_that_does_not_start_is_no_error(monkeypatch: pytest.MonkeyPatch
     compilation = Compilation()
     compilation.start_ahead("float32", panels=True)
     compilation.wait()
-    assert not compilation.has_gradients
+    assert not compilation.compiles_gradients
+    assert not folder.exists()
 
 
 @pytest.mark.usefixtures("folder")
@@ -135,7 +136,7 @@ def test_another_process_fills_the_cache_folder(monkeypatch: pytest.MonkeyPatch,
     compilation.start_ahead("float32", panels=False)
     compilation.wait()
     assert is_compiled("attention", "float32")
-    compilation.wait_for_gradients()
+    compilation.wait(gradients=True)
     assert is_compiled("attention-gradients", "float32")
     files = {file.name.split("-")[0] for file in (tmp_path / "numba").rglob("*.nbc")}
     assert {name for name in files if name.startswith("packed.")} == {

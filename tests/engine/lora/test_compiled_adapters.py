@@ -298,7 +298,7 @@ def test_gradients_are_checked_once_they_are_compiled(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compilation = Compilation()
-    monkeypatch.setattr(Compilation, "has_gradients", True)
+    monkeypatch.setattr(Compilation, "compiles_gradients", True)
     monkeypatch.setattr(ProjectionCall, "add_gradients", lambda *_: None)
     checks = LoadChecks(tmp_path / "checks.json", compilation)
     for _ in range(2):

@@ -54,23 +54,18 @@ class Compilation:
         """Compile what is called while a model is loaded, of `group` query heads of this width for each key head."""
         self.start(kind, f"{DECODING}-{group}-{width}")
 
-    def wait(self) -> None:
-        """Wait for all but the functions for gradients."""
-        self._wait(gradients=False)
-
-    def wait_for_gradients(self) -> None:
-        """Wait for the functions for gradients."""
-        self._wait(gradients=True)
+    def wait(self, *, gradients: bool = False) -> None:
+        """Wait for all but the functions for gradients, or for these."""
+        for end in self._ends_of(gradients):
+            end.wait()
 
     @property
-    def has_gradients(self) -> bool:
+    def compiles_gradients(self) -> bool:
         """Whether functions for gradients are being compiled."""
-        return any(part.endswith(GRADIENTS) and not end.is_set() for part, end in self._ends.items())
+        return not all(end.is_set() for end in self._ends_of(gradients=True))
 
-    def _wait(self, *, gradients: bool) -> None:
-        for part, end in self._ends.items():
-            if part.endswith(GRADIENTS) == gradients:
-                end.wait()
+    def _ends_of(self, gradients: bool) -> list[threading.Event]:
+        return [end for part, end in self._ends.items() if part.endswith(GRADIENTS) == gradients]
 
 
 def is_compiled(part: str, kind: str) -> bool:
@@ -89,7 +84,7 @@ def compile_part(part: str, kind: str) -> None:
         logits.narrow_function(of_head)
         if kind == "bfloat16":  # has no part of projections
             projections.compile_layouts(of_head)
-    elif part == "attention-gradients":
+    elif part == f"attention{GRADIENTS}":
         packed.backward_function(kind)
     elif part == "layers":
         decoding.layers_function(kind)

@@ -275,7 +275,7 @@ class TorchTrainer:
         if checks.compilation is not None:
             async with self._turn():
                 if checks.compilation is not None:  # no other pass has finished them
-                    await asyncio.to_thread(checks.compilation.wait_for_gradients)
+                    await asyncio.to_thread(checks.compilation.wait, gradients=True)
                     checks.finish()
 
     @asynccontextmanager
